@@ -1,0 +1,484 @@
+"""Configuration: Hydra groups under ``conf/`` -> frozen, validated dataclasses.
+
+Both Flower apps and the command line compose the same overrides string with :func:`load_config`, so one run has one
+configuration, named by :func:`config_hash`. Unknown keys, wrong types and impossible combinations are a
+:class:`~lensemble_flwr.errors.ConfigError` at once, before anything is started.
+
+``seed`` governs: the generated data, the warm start, the shuffling of local data, the sketch directions. It never
+governs noise, masks, keys, salts or nonces: those come from the operating system at each site.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import shlex
+import types
+import typing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lensemble_flwr.errors import ConfigError
+
+OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
+SURFACES = ("full", "predictor", "adapter")
+
+
+def _require(ok: bool, message: str, remediation: str = "") -> None:
+    if not ok:
+        raise ConfigError(message, remediation)
+
+
+def _positive(name: str, value: float) -> None:
+    _require(math.isfinite(value) and value > 0, f"{name} must be a positive finite number, not {value!r}.")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name}={value!r} is unknown.", f"Choose one of: {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True)
+class DiLoCoConfig:
+    """Outer loop: ``rounds`` rounds of ``inner_steps`` (H) local steps, one Nesterov step each (lr, momentum)."""
+
+    rounds: int
+    inner_steps: int
+    outer_lr: float
+    outer_momentum: float
+
+    def __post_init__(self) -> None:
+        _require(self.rounds >= 1, f"diloco.rounds must be at least 1, not {self.rounds}.")
+        _require(self.inner_steps >= 1, f"diloco.inner_steps must be at least 1, not {self.inner_steps}.")
+        _positive("diloco.outer_lr", self.outer_lr)
+        _require(0 <= self.outer_momentum < 1, f"diloco.outer_momentum must be in [0, 1), not {self.outer_momentum}.")
+
+
+@dataclass(frozen=True)
+class FederationConfig:
+    """Who takes part and how long the coordinator waits (seconds)."""
+
+    participants: int
+    min_participants: int
+    timeout_s: float
+    join_timeout_s: float
+    surface: str
+    sites_dir: str | None
+
+    def __post_init__(self) -> None:
+        _require(self.participants >= 2, f"federation.participants must be at least 2, not {self.participants}.")
+        _require(
+            2 <= self.min_participants <= self.participants,
+            f"federation.min_participants={self.min_participants} must lie between 2 and "
+            f"federation.participants={self.participants}.",
+        )
+        _positive("federation.timeout_s", self.timeout_s)
+        _positive("federation.join_timeout_s", self.join_timeout_s)
+        _one_of("federation.surface", self.surface, SURFACES)
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """Target of this federation. A site's own policy can only be stricter (decision 4)."""
+
+    enabled: bool
+    clip_norm: float
+    noise_multiplier: float | None
+    target_epsilon: float
+    target_delta: float
+    accountant: str
+    guarantee: str
+    claim: tuple[str, ...]
+    mechanism: str
+    on_exhausted: str
+    accept_noise: bool
+    entropy: str
+
+    def __post_init__(self) -> None:
+        _positive("privacy.clip_norm", self.clip_norm)
+        if self.noise_multiplier is not None:
+            _require(
+                math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0,
+                f"privacy.noise_multiplier must be a positive finite number or null, not {self.noise_multiplier!r}.",
+                "Use privacy.enabled=false for a run without privacy; it will be labelled non-private.",
+            )
+        _positive("privacy.target_epsilon", self.target_epsilon)
+        _require(
+            0 < self.target_delta < 1, f"privacy.target_delta must lie between 0 and 1, not {self.target_delta!r}."
+        )
+        _one_of("privacy.accountant", self.accountant, ("prv", "rdp"))
+        _one_of("privacy.guarantee", self.guarantee, ("local", "central"))
+        for observer in self.claim:
+            _one_of("privacy.claim", observer, OBSERVERS)
+        _one_of("privacy.mechanism", self.mechanism, ("gaussian",))
+        _one_of("privacy.on_exhausted", self.on_exhausted, ("stop", "leave"))
+        _one_of("privacy.entropy", self.entropy, ("csprng", "replay"))
+
+
+@dataclass(frozen=True)
+class SecAggConfig:
+    """Secure aggregation. ``range`` is the public per-coordinate bound used only when privacy is off."""
+
+    enabled: bool
+    threshold: int | None
+    min_survivors: int
+    ring_bits: int
+    range: float
+    assumed_colluders: int
+    allow_two_party: bool
+
+    def __post_init__(self) -> None:
+        _require(
+            self.enabled,
+            "secagg.enabled=false is refused: this project has no path on which an individual update is sent unmasked.",
+            "Leave secagg.enabled at true; masks cost milliseconds.",
+        )
+        _require(self.ring_bits in (16, 24, 32), f"secagg.ring_bits must be 16, 24 or 32, not {self.ring_bits}.")
+        _positive("secagg.range", self.range)
+        _require(
+            self.assumed_colluders >= 1,
+            f"secagg.assumed_colluders={self.assumed_colluders} must be at least 1: every peer knows its own share.",
+        )
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Weights of prediction, SIGReg (N-scaled) and landmark anchor; number of random sketch directions."""
+
+    lambda_pred: float
+    lambda_sig: float
+    lambda_anc: float
+    sketch_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("lambda_pred", "lambda_sig", "lambda_anc"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"objective.{name} must be finite and >= 0, not {value!r}.")
+        _require(self.sketch_dim >= 1, f"objective.sketch_dim must be at least 1, not {self.sketch_dim}.")
+
+
+@dataclass(frozen=True)
+class GaugeConfig:
+    """Latent frame: which anchor term, and the drift (degrees) over which a participant aligns."""
+
+    anchor: str
+    drift_threshold_deg: float
+    coordinator_alignment: bool
+
+    def __post_init__(self) -> None:
+        _one_of("gauge.anchor", self.anchor, ("landmark", "rotational", "none"))
+        _require(
+            0 < self.drift_threshold_deg <= 180,
+            f"gauge.drift_threshold_deg must lie in (0, 180], not {self.drift_threshold_deg}.",
+        )
+        _require(
+            not self.coordinator_alignment,
+            "gauge.coordinator_alignment=true is refused: a coordinator that sees only the masked sum cannot align "
+            "individual updates (INV-ALIGN-BEFORE-RELEASE).",
+            "Participants align before they clip; leave it at false.",
+        )
+
+
+@dataclass(frozen=True)
+class InnerConfig:
+    """The participant's H local steps. ``batch_size`` 0 means full batch."""
+
+    optimizer: str
+    lr: float
+    weight_decay: float
+    batch_size: int
+    device: str
+    reset_optimizer: bool
+    deterministic: bool
+
+    def __post_init__(self) -> None:
+        _one_of("inner.optimizer", self.optimizer, ("adamw", "sgd"))
+        _positive("inner.lr", self.lr)
+        _require(self.weight_decay >= 0, f"inner.weight_decay must be >= 0, not {self.weight_decay}.")
+        _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
+        _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of encoder, predictor, adapter; see :mod:`lensemble_flwr.model`."""
+
+    name: str
+    image_size: int
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    latent_dim: int
+    predictor_width: int
+    predictor_depth: int
+    action_embed_dim: int
+    adapter_features: int
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Generated data; see :mod:`lensemble_flwr.data`. ``gravity_shift`` is the range of the participants' gravity."""
+
+    name: str
+    episodes_per_participant: int
+    public_episodes: int
+    heldout_shifted: int
+    heldout_nominal: int
+    frames: int
+    frameskip: int
+    gravity_shift: tuple[float, ...]
+    wind: float
+    turbulence: float
+    flavour: str
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """The public warm start: trained steps and seed, or the hash (hex) of the file every site must hold."""
+
+    steps: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """One resolved configuration of one federation."""
+
+    experiment: str
+    task: str
+    seed: int
+    output_dir: str | None
+    diloco: DiLoCoConfig
+    federation: FederationConfig
+    privacy: PrivacyConfig
+    secagg: SecAggConfig
+    objective: ObjectiveConfig
+    gauge: GaugeConfig
+    inner: InnerConfig
+    model: ModelConfig
+    data: DataConfig
+    warmstart: WarmStartConfig
+    overrides: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        n, secagg, privacy, federation = self.federation.participants, self.secagg, self.privacy, self.federation
+        _one_of("task", self.task, ("world_model", "linear"))
+        _require(self.seed >= 0, f"seed must be >= 0, not {self.seed}.")
+        if n == 2:
+            _require(
+                secagg.allow_two_party,
+                "federation.participants=2: two participants cannot hide from each other, because each can subtract "
+                "its own update from the sum.",
+                "Use at least 3 participants: for a simulation pass --federation-config 'num-supernodes=N' and set "
+                "federation.participants=N. Or consent with secagg.allow_two_party=true "
+                "(hidden from the coordinator only).",
+            )
+        two_party = n == 2 and secagg.allow_two_party
+        least = 2 if two_party else 3
+        _require(
+            least <= secagg.min_survivors <= n,
+            f"secagg.min_survivors={secagg.min_survivors} must lie between {least} and federation.participants={n}.",
+        )
+        _require(
+            federation.min_participants >= secagg.min_survivors,
+            f"federation.min_participants={federation.min_participants} is below "
+            f"secagg.min_survivors={secagg.min_survivors}: such a round could never be summed.",
+            "Raise federation.min_participants or lower secagg.min_survivors.",
+        )
+        k = secagg.assumed_colluders
+        if secagg.threshold is not None:
+            t = secagg.threshold
+            _require(
+                t <= federation.min_participants,
+                f"secagg.threshold={t} is above federation.min_participants={federation.min_participants}: "
+                "such a round could never be unmasked.",
+            )
+            _require(
+                t <= n and 2 * t > n + (0 if two_party else k),
+                f"secagg.threshold={t} is unsafe or impossible for {n} participants and {k} colluders: "
+                f"it must lie in ({(n + k) / 2:g}, {n}].",
+            )
+        if privacy.enabled:
+            _require(
+                privacy.target_delta < 1 / n,
+                f"privacy.target_delta={privacy.target_delta:g} must be below 1/participants = {1 / n:g}: "
+                "a larger delta allows revealing one participant outright.",
+            )
+            if privacy.guarantee == "central":
+                _require(
+                    not two_party,
+                    "privacy.guarantee=central needs more than two participants.",
+                    "Use privacy.guarantee=local.",
+                )
+                _require(
+                    secagg.min_survivors - k >= 2,
+                    f"privacy.guarantee=central needs secagg.min_survivors - secagg.assumed_colluders >= 2, "
+                    f"not {secagg.min_survivors} - {k}.",
+                )
+                t = secagg.threshold if secagg.threshold is not None else max(2 * n // 3, (n + k) // 2) + 1
+                _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")
+        if self.task == "linear":
+            _require(federation.surface == "full", "task=linear has one surface: federation.surface=full.")
+
+
+# ------------------------------------------------------------------------------------------------ composing
+
+
+def conf_dir() -> Path:
+    """Folder of the Hydra groups: ``conf/`` beside the package (checkout, FAB) or inside it (wheel)."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package.parent / "conf", package / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError("The configuration groups (conf/) are not beside the package.", "Reinstall the package.")
+
+
+def split_overrides(text: str) -> list[str]:
+    """The run-config string ``'a=1 b="x y"'`` as a list of overrides, quotes as in a shell."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"The overrides {text!r} cannot be split: {error}.", "Check the quotes.") from error
+
+
+def join_overrides(overrides: list[str] | tuple[str, ...]) -> str:
+    """Inverse of :func:`split_overrides`."""
+    return shlex.join(overrides)
+
+
+def load_config(overrides: list[str] | tuple[str, ...] | str = ()) -> Config:
+    """Compose ``conf/`` with Hydra overrides and validate.
+
+    Raises:
+        ConfigError: unknown key (with the nearest known one), wrong type, impossible combination.
+    """
+    if isinstance(overrides, str):
+        overrides = split_overrides(overrides)
+    return _load(tuple(overrides))
+
+
+@lru_cache(maxsize=32)
+def _load(overrides: tuple[str, ...]) -> Config:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for override in overrides:
+        # An interpolation would let whoever submits a run read a site's environment (${oc.env:...}).
+        _require("${" not in override, f"The override {override!r} holds an interpolation.", "Write the value itself.")
+        _require("=" in override, f"The override {override!r} is not of the form key=value.")
+        _require(
+            not override.startswith(("hydra.", "hydra/", "+hydra", "~", "+")),
+            f"The override {override!r} adds, removes or reconfigures keys.",
+            "Only existing keys can be set: key=value.",
+        )
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+        tree = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, overrides) from error
+    finally:
+        GlobalHydra.instance().clear()
+    assert isinstance(tree, dict)
+    tree["overrides"] = list(overrides)
+    return _build(Config, tree, "")
+
+
+def _known_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for f in dataclasses.fields(cls):
+        hint = typing.get_type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(hint):
+            keys += _known_keys(typing.cast(type, hint), f"{prefix}{f.name}.")
+        else:
+            keys.append(prefix + f.name)
+    return keys
+
+
+def _explain(error: Exception, overrides: tuple[str, ...]) -> ConfigError:
+    groups = [p.name for p in conf_dir().iterdir() if p.is_dir()]
+    known = _known_keys() + groups
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in groups:
+            options = sorted(p.stem for p in (conf_dir() / key).glob("*.yaml"))
+            if value not in options:
+                return ConfigError(f"There is no {key}={value}.", f"Choose one of: {', '.join(options)}.")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"The keys are listed in {conf_dir() / 'config.yaml'}."
+            return ConfigError(f"Unknown key {key!r}.", hint)
+    first = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n")[0]
+    return ConfigError(f"The overrides {join_overrides(overrides)!r} cannot be read: {first}.")
+
+
+def _build(cls: type, tree: Any, path: str) -> Any:
+    """A frozen dataclass from a mapping: no key missing, no key too many, no silent conversion of types."""
+    _require(isinstance(tree, dict), f"{path.rstrip('.') or 'The configuration'} must be a group of keys.")
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    for name in tree:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), sorted(names), n=1)
+            raise ConfigError(f"Unknown key {path}{name!r}.", f"Did you mean {path}{near[0]}?" if near else "")
+    values = {}
+    for f in dataclasses.fields(cls):
+        if f.name not in tree:
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise ConfigError(f"The key {path}{f.name} is missing.")
+            continue
+        values[f.name] = _convert(hints[f.name], tree[f.name], f"{path}{f.name}")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, path + ".")
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, path)
+    if origin is tuple:
+        _require(isinstance(value, list), f"{path} must be a list, not {value!r}.", f"Write {path}=[a,b].")
+        return tuple(_convert(args[0], v, path) for v in value)
+    wrong = f"{path} must be {_NAMES.get(hint, hint)}, not {value!r}."
+    if hint is float:
+        _require(isinstance(value, (int, float)) and not isinstance(value, bool), wrong)
+        value = float(value)
+        _require(math.isfinite(value), f"{path} must be finite, not {value!r}.")
+        return value
+    _require(isinstance(value, hint) and not (hint is int and isinstance(value, bool)), wrong)
+    return value
+
+
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+# ------------------------------------------------------------------------------------------------ hashing
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The configuration as plain data for the manifest (without the raw overrides)."""
+    tree = dataclasses.asdict(config)
+    del tree["overrides"]
+    return tree
+
+
+def config_hash(config: Config) -> bytes:
+    """SHA-256 over the canonical JSON of everything that decides what is computed (not where it is written)."""
+    tree = resolved(config)
+    del tree["output_dir"]
+    del tree["federation"]["sites_dir"]
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(b"lensemble config 1\0" + text.encode()).digest()
