@@ -292,6 +292,11 @@ class Config:
             "Raise federation.min_participants or lower secagg.min_survivors.",
         )
         k = secagg.assumed_colluders
+        _require(
+            two_party or secagg.min_survivors >= k + 2,
+            f"secagg.min_survivors={secagg.min_survivors} must be at least secagg.assumed_colluders + 2 = {k + 2}: "
+            "colluders subtract their own updates from the sum.",
+        )
         if secagg.threshold is not None:
             t = secagg.threshold
             _require(

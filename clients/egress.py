@@ -1,0 +1,67 @@
+"""The one door out of a participant: the outermost ClientApp mod (decision 8).
+
+Handlers return an :class:`~lensemble_flwr.federation.wire.Outgoing`, never a Flower message; this mod alone builds
+messages, after comparing the reply with what public values say it must look like. Whatever a handler raises is logged
+at the site and leaves as a refusal code: no text, no value, no traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from lensemble_flwr.errors import ResidencyViolation
+from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Expected, Outgoing, Refusal, check_egress, refusal_for
+
+FIELDS, ARRAYS = "m", "v"
+"""Names of the two records in a message: byte strings and numbers; one flat vector."""
+
+Handled = tuple[Outgoing, Expected]
+
+
+def reply_message(request: Message, reply: Outgoing) -> Message:
+    """A Flower message that holds exactly this reply."""
+    content = RecordDict({FIELDS: ConfigRecord({BODY: reply.body})})
+    if reply.vector is not None:
+        content[ARRAYS] = ArrayRecord({VECTOR: _array(reply.vector)})
+    return Message(content, reply_to=request)
+
+
+def _array(vector: Any) -> Any:
+    from flwr.app import Array
+
+    return Array(vector)
+
+
+def refusal_message(request: Message, code: Refusal) -> Message:
+    """A Flower message that holds exactly this code."""
+    return Message(RecordDict({FIELDS: ConfigRecord({REFUSAL: int(code)})}), reply_to=request)
+
+
+def egress(message: Message, context: Context, call_next: Callable[[Message, Context], Any]) -> Message:
+    """Run the handler; let only a listed reply out."""
+    try:
+        handled = cast(Handled, call_next(message, context))
+        if not (isinstance(handled, tuple) and len(handled) == 2):
+            raise ResidencyViolation("A handler must return (Outgoing, Expected).")
+        reply, expected = handled
+        check_egress(message.metadata.message_type, reply, expected)
+        return reply_message(message, reply)
+    except Exception as error:
+        site_log(context).exception("refused %s: %s", message.metadata.message_type, error)
+        return refusal_message(message, refusal_for(error))
+
+
+def site_log(context: Context) -> logging.Logger:
+    """The site's own log when the site is known, else a logger without handlers: never Flower's."""
+    logger = context.__dict__.get("lensemble_site_log")
+    if isinstance(logger, logging.Logger):
+        return logger
+    silent = logging.getLogger("lensemble.site.unknown")
+    silent.propagate = False
+    if not silent.handlers:
+        silent.addHandler(logging.NullHandler())
+    return silent

@@ -1,0 +1,126 @@
+"""Flower ClientApp: routes each message type to the participant. The only way out is :func:`clients.egress.egress`.
+
+Handlers return an Outgoing and what public values say it must look like; the mod builds the message or a refusal.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from clients.egress import FIELDS, egress
+from clients.participant import ContextMemory, Participant
+from lensemble_flwr.config import Config, load_config
+from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.federation.dispatch import Handled, handle, most_vector_bytes
+from lensemble_flwr.federation.participant import Runtime, SiteParticipant
+from lensemble_flwr.federation.policy import simulated_policy
+from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.federation.site import Site, creation_lock
+from lensemble_flwr.federation.task import Task, build_task
+from lensemble_flwr.federation.wire import Refusal, Stage, refused
+from lensemble_flwr.home import sites_folder
+from strategies.grid_transport import read_vector
+
+app = ClientApp(mods=[egress])
+
+
+def in_simulation() -> bool:
+    """Whether this process is an actor of Flower's simulation runtime. Detected from the process, never configured."""
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    return bool(ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None)
+
+
+@lru_cache(maxsize=4)
+def _task(overrides: tuple[str, ...]) -> Task:
+    return build_task(load_config(overrides))
+
+
+def _config(context: Context) -> Config:
+    resume = str(context.run_config["resume"])
+    if resume and in_simulation():
+        return load_config(RunFolder.open(Path(resume)).federation["overrides"])
+    return load_config(str(context.run_config["overrides"]))
+
+
+def _site(context: Context, config: Config, simulation: bool) -> Site:
+    """This participant's site. A simulated one is made at first use; a real one must exist.
+
+    Raises:
+        ConfigError: a SuperNode without ``site`` in its node config.
+    """
+    configured = context.node_config.get("site")
+    if configured:
+        return Site(Path(str(configured)))
+    if not simulation:
+        raise ConfigError("This SuperNode has no site.", "Start it with --node-config 'site=\"/path/to/site\"'.")
+    name = Path(str(context.run_config["resume"]) or config.output_dir or f"run-{context.run_id}").name
+    folder = sites_folder(config, name) / f"site-{int(context.node_config['partition-id']):04d}"
+    if not Site.exists(folder):
+        with creation_lock(folder):
+            if not Site.exists(folder):
+                return Site.create(folder, simulated_policy(config))
+    return Site(folder)
+
+
+def _participant(context: Context) -> SiteParticipant:
+    simulation = in_simulation()
+    config = _config(context)
+    site = _site(context, config, simulation)
+    context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
+    partition = int(context.node_config.get("partition-id", 0))
+    return SiteParticipant(
+        site, config, _task(config.overrides), partition, ContextMemory(context), Runtime(simulation)
+    )
+
+
+def _handle(stage: str, message: Message, context: Context) -> Handled:
+    participant = _participant(context)
+    record = message.content.config_records.get(FIELDS)
+    if record is None:
+        raise refused("The message has no fields.", Refusal.PROTOCOL)
+    vector = read_vector(message.content, most_vector_bytes(stage, participant))
+    return handle(stage, dict(record), vector, participant, train=Participant(participant).masked_update)
+
+
+@app.query("join")
+def join(message: Message, context: Context) -> Handled:
+    """JoinRequest -> identity, protocol version, dataset root."""
+    return _handle(Stage.JOIN, message, context)
+
+
+@app.query("open_round")
+def open_round(message: Message, context: Context) -> Handled:
+    """RoundOpen (and the RoundClose before it) -> fresh public keys."""
+    return _handle(Stage.OPEN, message, context)
+
+
+@app.query("share_keys")
+def share_keys(message: Message, context: Context) -> Handled:
+    """Everybody's public keys -> encrypted shares of both mask seeds."""
+    return _handle(Stage.SHARE, message, context)
+
+
+@app.train("masked_update")
+def masked_update(message: Message, context: Context) -> Handled:
+    """theta and envelopes -> masked update and dataset root."""
+    return _handle(Stage.TRAIN, message, context)
+
+
+@app.query("unmask")
+def unmask(message: Message, context: Context) -> Handled:
+    """Survivors -> one share per peer, once per round for ever."""
+    return _handle(Stage.UNMASK, message, context)
+
+
+@app.query("close_round")
+def close_round(message: Message, context: Context) -> Handled:
+    """RoundClose with the final model -> acknowledgement."""
+    return _handle(Stage.CLOSE, message, context)

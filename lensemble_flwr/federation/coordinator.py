@@ -1,0 +1,549 @@
+"""The coordinator's side: rounds as a state machine, without Flower.
+
+The only input of the outer step is the verified integer sum over the survivors. A round ends committed, void (nobody
+was asked to reveal; tried again under the same RoundOpen) or burnt (somebody was asked but no sum was committed; the
+index advances). There is never a partial sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from lensemble_flwr.config import Config, config_hash
+from lensemble_flwr.errors import (
+    CommitmentMismatch,
+    FaultToleranceExceeded,
+    LensembleError,
+    PrivacyBudgetExceeded,
+    RoundError,
+    SecureAggregationError,
+)
+from lensemble_flwr.federation.checkpoint import Checkpoint
+from lensemble_flwr.federation.outer import Step, checked_step, outer_step
+from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, session_params
+from lensemble_flwr.federation.records import (
+    PROTOCOL_VERSION,
+    JoinReply,
+    JoinRequest,
+    Outcome,
+    RoundClose,
+    RoundOpen,
+)
+from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
+from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
+from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
+from lensemble_flwr.secagg import ServerSession, from_wire
+
+MAX_ATTEMPTS = 3
+MAX_BURNT_IN_A_ROW = 2
+
+Fields = dict[str, Any]
+Event = Callable[[str, Fields], None]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A participant's answer to one message: a body (and vector), or a refusal. No answer is no Reply."""
+
+    body: bytes = b""
+    vector: np.ndarray | None = None
+    refusal: Refusal | None = None
+
+
+class Transport(Protocol):
+    """How messages reach participants; Flower's grid in real life."""
+
+    @property
+    def simulation(self) -> bool:
+        """Whether all participants live on this machine (detected, never configured)."""
+        ...
+
+    def nodes(self) -> list[int]:
+        """Connected nodes now."""
+        ...
+
+    def exchange(self, stage: str, requests: Mapping[int, Fields], timeout: float) -> dict[int, Reply]:
+        """Send one message per node and wait; nodes that do not answer in time are absent."""
+        ...
+
+
+@dataclass
+class Member:
+    """A participant that joined: where it is reached and the dataset root it is bound to."""
+
+    identity: bytes
+    node: int
+    dataset_root: bytes
+    exhausted: bool = False
+
+
+class _Void(Exception):
+    """This attempt ended before anybody was asked to reveal."""
+
+
+@dataclass
+class Traffic:
+    """Bytes of payload to and from all participants in one round."""
+
+    down: int = 0
+    up: int = 0
+
+
+@dataclass
+class Coordinator:
+    """Runs one federation to its end.
+
+    Args:
+        config, task: what is trained.
+        folder: the durable state; locked by the caller.
+        transport: how participants are reached.
+        on_event: told of everything a person may want to see (public values only).
+        step: the outer step; another one is injected only by tests of the self-check.
+    """
+
+    config: Config
+    task: Task
+    folder: RunFolder
+    transport: Transport
+    on_event: Event = lambda name, fields: None
+    step: Callable[..., Step] = outer_step
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    members: dict[bytes, Member] = field(default_factory=dict)
+    _traffic: Traffic = field(default_factory=Traffic)
+
+    # ------------------------------------------------------------------ the whole run
+
+    def run(self) -> np.ndarray:
+        """All rounds from where the folder stands. Returns the final theta, which every reachable site then holds.
+
+        Raises:
+            FaultToleranceExceeded: too few joined.
+            PrivacyBudgetExceeded: a participant's budget ends the run; committed rounds stay committed.
+            SecureAggregationError, NonDeterministicAggregation: see their docs; the checkpoint is the last commit.
+        """
+        checkpoint = self._restore()
+        last_close = self._replay(checkpoint)
+        checkpoint = self._restore()
+        try:
+            self._join()
+            roots = sorted(m.dataset_root.hex() for m in self.members.values())
+            self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
+            burnt = 0
+            while checkpoint.round < self.config.diloco.rounds:
+                self._refresh()
+                outcome, last_close = self._round(checkpoint, last_close)
+                burnt = burnt + 1 if outcome == Outcome.BURNT else 0
+                checkpoint = self._restore()
+                if burnt >= MAX_BURNT_IN_A_ROW:
+                    raise SecureAggregationError(
+                        f"{burnt} rounds in a row could not be summed.",
+                        "See the rounds' records for the cause, then resume the run.",
+                        cause="mask_reconstruction_failed",
+                    )
+        except LensembleError as error:
+            self.on_event("stopped", {"code": error.code, "round": checkpoint.round})
+            self._close_all(self._restore(), last_close)
+            raise
+        self._close_all(checkpoint, last_close)
+        return self._theta(checkpoint)
+
+    # ------------------------------------------------------------------ state on disk
+
+    def _restore(self) -> Checkpoint:
+        """The state after the last finished round; round 0 is written at the first start."""
+        index = len(self.folder.rounds())
+        if self.folder.checkpoint_path(index).is_file():
+            return self.folder.load_checkpoint(index)
+        if index:
+            raise RoundError(f"The checkpoint of round {index} is missing.", "Restore the output folder from a backup.")
+        theta = self.task.initial()
+        start = Checkpoint(
+            self.folder.federation_id, 0, bytes(32), self._named(theta), np.zeros(theta.size, np.float64)
+        )
+        self.folder.save_checkpoint(start)
+        self.on_event("start", {"metrics": self.task.evaluate(theta)})
+        return start
+
+    def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:
+        return {p.name: theta[p.start : p.start + p.size].reshape(p.shape).copy() for p in self.task.layout}
+
+    def _theta(self, checkpoint: Checkpoint) -> np.ndarray:
+        return np.concatenate([checkpoint.parameters[p.name].reshape(-1) for p in self.task.layout])
+
+    def _replay(self, checkpoint: Checkpoint) -> RoundClose | None:
+        """End a round that an earlier process left open: replay its stored sum, or burn it (design: section 3)."""
+        index = checkpoint.round
+        opened = self.folder.opened(index)
+        records = self.folder.rounds()
+        if opened is None:
+            if not records:
+                return None
+            return RoundClose.decode(bytes.fromhex(records[-1]["close"]))
+        stored = self.folder.stored_sum(index)
+        if stored is not None:
+            self.on_event("replayed", {"round": index})
+            return self._commit(checkpoint, opened, stored, {"replayed": True, "seconds": None})
+        if self.folder.asked(index):
+            return self._burn(checkpoint, opened, "the coordinator died after asking for shares")
+        return RoundClose.decode(bytes.fromhex(records[-1]["close"])) if records else None
+
+    # ------------------------------------------------------------------ who is there
+
+    def _join(self) -> None:
+        """Wait for the participants; at least ``min_participants`` within ``join_timeout_s``."""
+        federation = self.config.federation
+        # A simulation has all its nodes from the start; waiting longer would only hide a wrong number of SuperNodes.
+        patience = 5.0 if self.transport.simulation else federation.join_timeout_s
+        deadline = self.clock() + min(patience, federation.join_timeout_s)
+        while True:
+            self._refresh()
+            have = len(self.members)
+            self.on_event("progress", {"what": "joined", "done": have, "total": federation.participants})
+            if have >= federation.participants or (self.clock() >= deadline and have >= federation.min_participants):
+                return
+            if self.clock() >= deadline:
+                raise FaultToleranceExceeded(
+                    f"{have} of {federation.participants} participants joined within "
+                    f"{federation.join_timeout_s:g} s; {federation.min_participants} are needed."
+                    + (self._two_nodes_hint() if len(self.transport.nodes()) == 2 else ""),
+                    "Start more SuperNodes (in a simulation: --federation-config 'num-supernodes="
+                    f"{federation.participants}'), lower federation.min_participants, or wait longer "
+                    "(federation.join_timeout_s).",
+                    present=have,
+                    minimum=federation.min_participants,
+                )
+            self.sleep(min(1.0, max(0.0, deadline - self.clock())))
+
+    @staticmethod
+    def _two_nodes_hint() -> str:
+        return " Two SuperNodes are Flower's default, and two participants cannot hide from each other."
+
+    def _refresh(self) -> None:
+        """Ask nodes that are new to this process to join; a known identity at a new node moves there."""
+        known = {m.node for m in self.members.values()}
+        fresh = [n for n in self.transport.nodes() if n not in known]
+        if not fresh:
+            return
+        request = JoinRequest(self.folder.federation_id, config_hash(self.config), self.task.base_hash).encode()
+        timeout = min(self.config.federation.timeout_s, self.config.federation.join_timeout_s)
+        for node, reply in self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout).items():
+            if reply.refusal is not None:
+                self.on_event("refused", {"stage": Stage.JOIN, "code": reply.refusal.name})
+                if reply.refusal in (Refusal.HASH_MISMATCH, Refusal.POLICY):
+                    raise RoundError(
+                        f"A participant refused to join: {reply.refusal.name}.",
+                        "Its log says why: another configuration, warm start or release, or its policy.",
+                    )
+                continue
+            try:
+                joined = JoinReply.decode(reply.body)
+            except RoundError:
+                self.on_event("refused", {"stage": Stage.JOIN, "code": "MALFORMED"})
+                continue
+            if joined.protocol != PROTOCOL_VERSION:
+                self.on_event("refused", {"stage": Stage.JOIN, "code": "PROTOCOL"})
+                continue
+            member = self.members.get(joined.identity)
+            if member is not None and member.dataset_root != joined.dataset_root:
+                self.on_event("refused", {"stage": Stage.JOIN, "code": "DATASET_ROOT"})
+                continue
+            exhausted = member.exhausted if member is not None else False
+            self.members[joined.identity] = Member(joined.identity, node, joined.dataset_root, exhausted)
+
+    def _exchange(self, stage: str, requests: Mapping[int, Fields], timeout: float) -> dict[int, Reply]:
+        self._traffic.down += sum(_size(v) for fields in requests.values() for v in fields.values())
+        replies = self.transport.exchange(stage, requests, timeout)
+        self._traffic.up += sum(len(r.body) + _size(r.vector) for r in replies.values())
+        return replies
+
+    def _ask(self, stage: str, requests: Mapping[bytes, Fields]) -> tuple[dict[bytes, Reply], dict[bytes, Refusal]]:
+        """One exchange by identity: (answers, refusals). Who is in neither did not answer."""
+        by_node = {self.members[i].node: i for i in requests if i in self.members}
+        sent = {node: requests[i] for node, i in by_node.items()}
+        answers: dict[bytes, Reply] = {}
+        refusals: dict[bytes, Refusal] = {}
+        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s).items():
+            if reply.refusal is None:
+                answers[by_node[node]] = reply
+            else:
+                refusals[by_node[node]] = reply.refusal
+                self.on_event("refused", {"stage": stage, "code": reply.refusal.name})
+        return answers, refusals
+
+    # ------------------------------------------------------------------ one round
+
+    def _open(self, checkpoint: Checkpoint) -> RoundOpen:
+        """The round's record: the stored one if it was ever opened, else a new one, fsynced before it is sent."""
+        index = checkpoint.round
+        opened = self.folder.opened(index)
+        if opened is not None:
+            return opened
+        federation = self.config.federation
+        roster = tuple(sorted(i for i, m in self.members.items() if not m.exhausted))
+        if len(roster) < federation.min_participants:
+            if any(m.exhausted for m in self.members.values()):
+                raise self._budget_error(index)
+            raise FaultToleranceExceeded(
+                f"{len(roster)} participants are left for round {index}; {federation.min_participants} are needed.",
+                "Wait for more, then resume the run.",
+                present=len(roster),
+                minimum=federation.min_participants,
+            )
+        plan: Plan = make_plan(self.config, len(roster), self.task.dimension)
+        seed = sketch_seed(self.folder.federation_id, index)
+        opened = RoundOpen(
+            federation_id=self.folder.federation_id,
+            config_hash=config_hash(self.config),
+            round=index,
+            rounds=self.config.diloco.rounds,
+            theta_hash=theta_hash(self.task.layout, self._theta(checkpoint)),
+            base_hash=self.task.base_hash,
+            probe_hash=self.task.probe_hash,
+            sketch_seed=seed,
+            sketch_hash=self.task.sketch_hash(seed),
+            inner_steps=self.config.diloco.inner_steps,
+            dimension=self.task.dimension,
+            ring_bits=plan.ring.bits,
+            scale_log2=plan.ring.scale_log2,
+            clip_norm=plan.clip_norm,
+            noise_multiplier=plan.noise_multiplier,
+            noise_std=plan.noise_std,
+            target_epsilon=self.config.privacy.target_epsilon,
+            target_delta=self.config.privacy.target_delta,
+            guarantee=plan.guarantee,
+            replay=self.config.privacy.entropy == "replay",
+            threshold=plan.threshold,
+            min_survivors=plan.min_survivors,
+            colluders=plan.colluders,
+            two_party=plan.two_party,
+            roster=roster,
+        )
+        self.folder.write_opened(opened)
+        return opened
+
+    def _round(self, checkpoint: Checkpoint, last: RoundClose | None) -> tuple[Outcome, RoundClose]:
+        opened = self._open(checkpoint)
+        started, self._traffic = self.clock(), Traffic()
+        self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
+        for _ in range(MAX_ATTEMPTS):
+            attempt = self.folder.next_attempt(opened.round)
+            try:
+                stored = self._attempt(checkpoint, opened, attempt, last)
+            except _Void as void:
+                self.on_event("void", {"round": opened.round, "attempt": attempt, "cause": str(void)})
+                self._refresh()
+                continue
+            except SecureAggregationError as error:
+                return Outcome.BURNT, self._burn(checkpoint, opened, error.message)
+            close = self._commit(checkpoint, opened, stored, {"seconds": self.clock() - started, "attempt": attempt})
+            return Outcome.COMMITTED, close
+        self._burn(checkpoint, opened, f"{MAX_ATTEMPTS} attempts were void")
+        raise SecureAggregationError(
+            f"Round {opened.round}: too few participants stayed through {MAX_ATTEMPTS} attempts "
+            f"(at least {max(opened.threshold, opened.min_survivors)} of {len(opened.roster)} are needed).",
+            "Bring participants back, then resume the run.",
+            cause="below_threshold",
+            round=opened.round,
+            threshold=max(opened.threshold, opened.min_survivors),
+        )
+
+    def _attempt(self, checkpoint: Checkpoint, opened: RoundOpen, attempt: int, last: RoundClose | None) -> StoredSum:
+        """One pass through the four stages.
+
+        Raises:
+            _Void: too few are left before anybody was asked to reveal.
+            SecureAggregationError: after somebody was asked; the round is burnt.
+        """
+        session = ServerSession(session_params(opened, attempt))
+        need = max(opened.threshold, opened.min_survivors)
+
+        def enough(present: tuple[bytes, ...], stage: str) -> None:
+            if len(present) < need:
+                raise _Void(f"{len(present)} of {len(opened.roster)} left after {stage}; {need} are needed")
+
+        def take(add: Callable[[bytes, Any], None], answers: dict[bytes, Any]) -> None:
+            for identity in sorted(answers):
+                try:
+                    add(identity, answers[identity])
+                except SecureAggregationError as error:
+                    self.on_event("excluded", {"round": opened.round, "cause": error.fields["cause"]})
+
+        request = {BODY: opened.encode(), ATTEMPT: attempt, CLOSES: last.encode() if last else b""}
+        answers, refusals = self._ask(Stage.OPEN, {i: request for i in opened.roster})
+        self._budget_refusals(opened, refusals)
+        take(session.add_keys, {i: r.body for i, r in answers.items()})
+        enough(session.u1, "keys")
+
+        roster_keys = session.roster_keys()
+        answers, _ = self._ask(Stage.SHARE, {i: {BODY: roster_keys} for i in session.u1})
+        take(session.add_shares, {i: r.body for i, r in answers.items()})
+        enough(session.u2, "shares")
+
+        theta = self._theta(checkpoint)
+        requests = {i: {VECTOR: theta, ENVELOPES: session.envelopes_for(i)} for i in session.u2}
+        answers, refusals = self._ask(Stage.TRAIN, requests)
+        self._budget_refusals(opened, refusals)
+        for identity, reply in list(answers.items()):
+            if reply.body != self.members[identity].dataset_root:
+                mismatch = CommitmentMismatch(
+                    "An update names another dataset root than its participant joined with; it is not summed.",
+                    expected_root=self.members[identity].dataset_root.hex(),
+                    got_root=reply.body.hex(),
+                    round=opened.round,
+                )
+                self.on_event("excluded", {"round": opened.round, "cause": mismatch.code})
+                del answers[identity]
+        ring = session_params(opened, attempt).ring
+        take(lambda i, v: session.add_masked(i, from_wire(v, ring)), {i: r.vector for i, r in answers.items()})
+        enough(session.u3, "masked updates")
+
+        survivors = session.survivors()
+        self.folder.mark_asked(opened.round)
+        self.on_event("asked", {"round": opened.round})
+        answers, _ = self._ask(Stage.UNMASK, {i: {BODY: survivors} for i in session.u3})
+        take(session.add_reveal, {i: r.body for i, r in answers.items()})
+        total = session.unmask()
+        self._check_norm(opened, total, len(session.u3))
+        stored = StoredSum(total, tuple(sorted(session.u3)))
+        self.folder.store_sum(opened.round, stored)
+        self.on_event("sum_stored", {"round": opened.round})
+        return stored
+
+    @staticmethod
+    def _check_norm(opened: RoundOpen, total: np.ndarray, count: int) -> None:
+        """Decision 14: no honest sum is longer than C_t C + s sqrt(C_t) (sqrt d + 8)."""
+        if not opened.private:
+            return
+        norm = float(np.linalg.norm(np.ldexp(total.astype(np.float64), -opened.scale_log2)))
+        bound = count * opened.clip_norm + opened.noise_std * count**0.5 * (opened.dimension**0.5 + 8)
+        # Rounding to the ring adds at most half a grid step per coordinate and participant.
+        bound += count * opened.dimension**0.5 * 2.0 ** (-opened.scale_log2 - 1)
+        if not norm <= bound:
+            raise SecureAggregationError(
+                f"The sum of round {opened.round} is longer than any honest sum can be.",
+                "A participant ignores the clipping bound; the round is not committed.",
+                cause="sum_check_failed",
+            )
+
+    def _budget_refusals(self, opened: RoundOpen, refusals: Mapping[bytes, Refusal]) -> None:
+        spent = [i for i, code in refusals.items() if code == Refusal.BUDGET]
+        if not spent:
+            return
+        for identity in spent:
+            self.members[identity].exhausted = True
+        if self.config.privacy.on_exhausted == "stop":
+            raise self._budget_error(opened.round)
+
+    def _budget_error(self, index: int) -> PrivacyBudgetExceeded:
+        privacy = self.config.privacy
+        opened = self.folder.opened(index)
+        text = ""
+        if opened is not None and opened.private:
+            now, then = (epsilon_after(opened, rounds) for rounds in (index, index + 1))
+            text = (
+                f" By the public record {index} rounds cost epsilon {now:.4g} at delta {privacy.target_delta:g}, "
+                f"round {index} would make it {then:.4g}; the run's target is {privacy.target_epsilon:g}."
+            )
+        return PrivacyBudgetExceeded(
+            f"Round {index} was refused: a participant's privacy budget does not allow it.{text}",
+            "Committed rounds stay committed and the checkpoint is written. Raise the budget, plan fewer rounds, or "
+            "stop here.",
+            round=index,
+            epsilon_budget=privacy.target_epsilon,
+            delta=privacy.target_delta,
+        )
+
+    # ------------------------------------------------------------------ ends of a round
+
+    def _commit(self, checkpoint: Checkpoint, opened: RoundOpen, stored: StoredSum, facts: Fields) -> RoundClose:
+        diloco = self.config.diloco
+        theta, momentum = checked_step(
+            self._theta(checkpoint),
+            checkpoint.momentum,
+            stored.total,
+            opened.scale_log2,
+            len(stored.survivors),
+            diloco.outer_lr,
+            diloco.outer_momentum,
+            round_index=opened.round,
+            step=self.step,
+        )
+        return self._finish(checkpoint, opened, Outcome.COMMITTED, theta, momentum, stored, facts)
+
+    def _burn(self, checkpoint: Checkpoint, opened: RoundOpen, cause: str) -> RoundClose:
+        theta = self._theta(checkpoint)
+        return self._finish(checkpoint, opened, Outcome.BURNT, theta, checkpoint.momentum, None, {"cause": cause})
+
+    def _finish(
+        self,
+        checkpoint: Checkpoint,
+        opened: RoundOpen,
+        outcome: Outcome,
+        theta: np.ndarray,
+        momentum: np.ndarray,
+        stored: StoredSum | None,
+        facts: Fields,
+    ) -> RoundClose:
+        """Checkpoint first, record second: a crash between them redoes the same bytes."""
+        after = Checkpoint(
+            checkpoint.federation_id, opened.round + 1, checkpoint.content_hash(), self._named(theta), momentum
+        )
+        content = self.folder.save_checkpoint(after)
+        close = RoundClose(
+            opened.federation_id,
+            opened.round,
+            outcome,
+            opened.digest(),
+            theta_hash(self.task.layout, theta),
+            stored.digest() if stored else bytes(32),
+            stored.survivors if stored else (),
+        )
+        record = {
+            "schema_version": 1,
+            "round": opened.round,
+            "outcome": outcome.name.lower(),
+            "participants": len(stored.survivors) if stored else 0,
+            "roster": len(opened.roster),
+            "theta_hash": close.theta_hash.hex(),
+            "sum_hash": close.sum_hash.hex(),
+            "checkpoint": content.hex(),
+            "bytes_down": self._traffic.down,
+            "bytes_up": self._traffic.up,
+            "private": opened.private and not opened.replay,
+            "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")),
+            "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")),
+            "metrics": self.task.evaluate(theta),
+            "close": close.encode().hex(),
+            **facts,
+        }
+        self.folder.append_round(record)
+        self.folder.finish_round(opened.round)
+        self.on_event("round", {k: v for k, v in record.items() if k != "close"})
+        return close
+
+    def _close_all(self, checkpoint: Checkpoint, last: RoundClose | None) -> None:
+        """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing."""
+        if last is None or not self.members:
+            return
+        fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
+        answers, _ = self._ask(Stage.CLOSE, {i: fields for i in self.members})
+        self.on_event("closed", {"sites": len(answers), "of": len(self.members)})
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    return 0 if value is None else 8
+
+
+def _finite(epsilon: float) -> float | None:
+    """JSON has no infinity; null is "no guarantee"."""
+    return epsilon if epsilon < float("inf") else None

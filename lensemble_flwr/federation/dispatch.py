@@ -1,0 +1,75 @@
+"""From a request's fields to a participant's checked reply: what both Flower's ClientApp and the tests go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lensemble_flwr.federation.participant import SiteParticipant
+from lensemble_flwr.federation.wire import (
+    ATTEMPT,
+    BODY,
+    CLOSES,
+    ENVELOPES,
+    MAX_REQUEST_BYTES,
+    Expected,
+    Outgoing,
+    Refusal,
+    Stage,
+    expected_reply,
+    one_body,
+    refused,
+)
+
+Handled = tuple[Outgoing, Expected]
+
+
+def most_vector_bytes(stage: str, participant: SiteParticipant) -> int:
+    """Bytes of the longest vector that this stage may be sent; known before the vector is read."""
+    return 4 * participant.task.dimension if stage in (Stage.TRAIN, Stage.CLOSE) else 0
+
+
+def handle(
+    stage: str,
+    fields: Mapping[str, Any],
+    vector: np.ndarray | None,
+    participant: SiteParticipant,
+    train: Callable[[np.ndarray, bytes], Outgoing] | None = None,
+) -> Handled:
+    """Run one stage; returns the reply and what public values say that it must look like.
+
+    Args:
+        stage: the Flower message type.
+        fields, vector: the request.
+        participant: whose stage it is.
+        train: the training stage as the Flower client runs it; by default the participant's own.
+
+    Raises:
+        LensembleError: whatever the stage raises; it leaves the site as a refusal code only.
+    """
+    # Read first: unmask wipes the memory that holds them.
+    opened, envelopes = participant.public_round(), participant.memory.get(ENVELOPES, b"")
+    if stage == Stage.OPEN:
+        attempt = fields.get(ATTEMPT)
+        if type(attempt) is not int or not 0 < attempt < 2**32:
+            raise refused("The attempt is not a number.", Refusal.PROTOCOL)
+        body, closes = (one_body(fields, name, MAX_REQUEST_BYTES) for name in (BODY, CLOSES))
+        reply = participant.open_round(body, attempt, closes)
+        return reply, expected_reply(stage, b"", participant.public_round())
+    if stage == Stage.TRAIN:
+        if vector is None:
+            raise refused("The message has no theta.", Refusal.PROTOCOL)
+        reply = (train or participant.masked_update)(vector, one_body(fields, ENVELOPES, MAX_REQUEST_BYTES))
+        return reply, expected_reply(stage, b"", opened)
+    body = one_body(fields, BODY, MAX_REQUEST_BYTES)
+    if stage == Stage.JOIN:
+        return participant.join(body), expected_reply(stage, b"", None)
+    if stage == Stage.SHARE:
+        return participant.share_keys(body), expected_reply(stage, body, opened)
+    if stage == Stage.UNMASK:
+        return participant.unmask(body), expected_reply(stage, envelopes, opened)
+    if stage == Stage.CLOSE:
+        return participant.close_round(body, vector), expected_reply(stage, b"", None)
+    raise refused(f"There is no message {stage!r}.", Refusal.PROTOCOL)

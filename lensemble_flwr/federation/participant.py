@@ -1,0 +1,304 @@
+"""A participant's side of a round, without Flower: requests in, replies out, everything durable at the site.
+
+Each stage may run in another process, so nothing is kept in memory between stages: protocol secrets lie in
+``memory`` (Flower's Context.state, at most one message old), everything that must survive in the :class:`Site`.
+
+What leaves is an :class:`Outgoing`; what goes wrong is a typed error whose text stays at the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lensemble_flwr.config import Config, config_hash
+from lensemble_flwr.data.commitment import merkle_root
+from lensemble_flwr.errors import ContractViolation, PrivacyBudgetExceeded
+from lensemble_flwr.federation.plan import opened_charge, session_params
+from lensemble_flwr.federation.policy import run_budget
+from lensemble_flwr.federation.records import (
+    PROTOCOL_VERSION,
+    JoinReply,
+    JoinRequest,
+    Outcome,
+    RoundClose,
+    RoundOpen,
+)
+from lensemble_flwr.federation.release import decode_release, encode_release, release_update
+from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
+from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused, set_header_bytes
+from lensemble_flwr.privacy.ledger import PrivacyLedger
+from lensemble_flwr.secagg import ClientSession, to_wire
+
+ACK = b"\x01"
+_OPEN, _ATTEMPT, _SESSION = "open", "attempt", "session"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Facts about where this code runs, detected by the app, never configured."""
+
+    simulation: bool
+
+
+class SiteParticipant:
+    """One participant. Build a new one per message; it holds no state of its own."""
+
+    def __init__(
+        self,
+        site: Site,
+        config: Config,
+        task: Task,
+        partition: int,
+        memory: MutableMapping[str, bytes],
+        runtime: Runtime,
+    ) -> None:
+        self.site, self.config, self.task, self.partition = site, config, task, partition
+        self.memory, self.runtime = memory, runtime
+
+    # ------------------------------------------------------------------ join
+
+    def join(self, body: bytes) -> Outgoing:
+        """Identity, protocol version and salted dataset root.
+
+        Raises:
+            RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH).
+        """
+        request = JoinRequest.decode(body)
+        if request.config_hash != config_hash(self.config):
+            raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
+        if request.base_hash != self.task.base_hash:
+            raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
+        reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self.dataset_root(request.federation_id))
+        return Outgoing(reply.encode())
+
+    def dataset_root(self, federation_id: bytes) -> bytes:
+        """Salted Merkle root over the local episodes (decision 21)."""
+        return merkle_root(self.task.episode_hashes(self.partition), self.site.dataset_salt(federation_id))
+
+    # ------------------------------------------------------------------ stage 1: RoundOpen -> fresh keys
+
+    def open_round(self, body: bytes, attempt: int, closes: bytes | None) -> Outgoing:
+        """Check everything public about the round and answer with fresh keys. A refusal here costs nobody anything.
+
+        Raises:
+            RoundError: another model, probe, sketch or configuration, or a round that is over.
+            PolicyViolation, PrivacyBudgetExceeded, LedgerError: as their names say; nothing was charged.
+        """
+        opened = RoundOpen.decode(body)
+        if closes:
+            self._settle(RoundClose.decode(closes), opened)
+        self._check(opened)
+        with self.site.ledger() as ledger:
+            entry = ledger.state(opened.federation_id, opened.round)
+            if entry.state == "reserved":
+                # The process died between reserving and writing the update: spent, and never drawn again.
+                ledger.forfeit(opened.federation_id, opened.round, "no update was written")
+                self.site.discard_staged_state(opened.federation_id, opened.round)
+                raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+            if entry.state in ("forfeited", "closed"):
+                raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
+            if entry.state == "encoded" and self._cached(ledger, opened) is None:
+                raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+            if entry.state is None:
+                self._budget_left(ledger, opened)
+        session = ClientSession(session_params(opened, attempt), self.site.identity)
+        keys = session.keys()
+        self._remember(opened, attempt, session)
+        return Outgoing(keys)
+
+    def _check(self, opened: RoundOpen) -> None:
+        config, task = self.config, self.task
+        if opened.config_hash != config_hash(config):
+            raise refused("The round belongs to another configuration.", Refusal.HASH_MISMATCH)
+        if self.site.identity not in opened.roster:
+            raise refused("This participant is not in the roster.", Refusal.PROTOCOL)
+        if opened.base_hash != task.base_hash:
+            raise refused("The round builds on another warm start.", Refusal.HASH_MISMATCH)
+        if opened.probe_hash != task.probe_hash:
+            raise refused("The round's public probe is not the pinned one.", Refusal.HASH_MISMATCH)
+        if opened.round == 0 and opened.theta_hash != theta_hash(task.layout, task.initial()):
+            raise refused("Round 0 does not start from the pinned warm start.", Refusal.HASH_MISMATCH)
+        seed = sketch_seed(opened.federation_id, opened.round)
+        if opened.sketch_seed != seed or opened.sketch_hash != task.sketch_hash(seed):
+            raise refused("The round's sketch is not the one that its seed gives.", Refusal.HASH_MISMATCH)
+        if opened.dimension != task.dimension or opened.inner_steps != config.diloco.inner_steps:
+            raise refused("The round has another size than the configuration.", Refusal.HASH_MISMATCH)
+        if opened.replay and not self.runtime.simulation:
+            raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
+        self.site.policy.check(opened)
+        if self.site.answered(opened.federation_id, opened.round):
+            raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
+
+    def _budget_left(self, ledger: PrivacyLedger, opened: RoundOpen) -> None:
+        budgets = (*self.site.policy.budgets, *run_budget(opened))
+        passed = ledger.would_exceed(opened_charge(opened), budgets, opened.federation_id)
+        if passed is not None:
+            raise PrivacyBudgetExceeded(
+                f"Round {opened.round} would pass the {passed.scope} {passed.view} budget of epsilon "
+                f"{passed.epsilon:g} at delta {passed.delta:g}.",
+                "Raise the budget, plan fewer rounds, or stop here.",
+                round=opened.round,
+            )
+
+    # ------------------------------------------------------------------ stage 2: keys of all -> encrypted shares
+
+    def share_keys(self, body: bytes) -> Outgoing:
+        """Check the keys of all participants and secret-share both mask seeds among them."""
+        opened, attempt, session = self._recall()
+        shares = session.shares(body)
+        self._remember(opened, attempt, session)
+        return Outgoing(shares)
+
+    # ------------------------------------------------------------------ stage 3: theta, envelopes -> masked update
+
+    def masked_update(self, theta: np.ndarray, envelopes: bytes) -> Outgoing:
+        """Train, align, reserve, clip, noise, encode, mask. Returns the masked vector and the dataset root.
+
+        Raises:
+            RoundError: theta is not the RoundOpen's (nothing is charged), or the round is forfeited.
+            PrivacyBudgetExceeded, LedgerError: the reservation failed; nothing left and nothing was charged.
+        """
+        opened, attempt, session = self._recall()
+        if theta.dtype != np.float32 or theta.shape != (opened.dimension,):
+            raise refused("theta has the wrong shape or dtype.", Refusal.HASH_MISMATCH)
+        if theta_hash(self.task.layout, theta) != opened.theta_hash:
+            raise refused("theta is not the model that the round was opened with.", Refusal.HASH_MISMATCH)
+        with self.site.ledger() as ledger:
+            entry = ledger.state(opened.federation_id, opened.round)
+            if entry.state == "encoded":
+                q = self._cached(ledger, opened)
+                if q is None:
+                    raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+            elif entry.state is None:
+                q = self._fresh(ledger, opened, theta)
+            else:
+                if entry.state == "reserved":
+                    ledger.forfeit(opened.federation_id, opened.round, "no update was written")
+                raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+        lanes = session.masked(envelopes, q)
+        self._remember(opened, attempt, session)
+        # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
+        self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
+        return Outgoing(self.dataset_root(opened.federation_id), to_wire(lanes, session_params(opened, attempt).ring))
+
+    def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> np.ndarray:
+        delta, state = self._delta(opened, theta)
+        fid, index = opened.federation_id, opened.round
+        # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
+        ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
+        q = release_update(delta, opened, self.site.identity, self.runtime.simulation)
+        encoded = encode_release(q)
+        digest = self.site.save_release(fid, index, encoded)
+        if state is not None:
+            self.site.stage_local_state(fid, index, state)
+        ledger.encoded(fid, index, digest, opened.digest())
+        self.site.adopt_local_state(fid, index)
+        return q
+
+    def _delta(self, opened: RoundOpen, theta: np.ndarray) -> tuple[np.ndarray | None, bytes | None]:
+        """Delta = aligned local theta - theta, float32; None (a zero update) when privacy is on and training failed."""
+        try:
+            result = self.task.local_update(
+                theta,
+                self.partition,
+                self.site.local_state(opened.federation_id),
+                steps=opened.inner_steps,
+                sketch_seed=opened.sketch_seed,
+                round_index=opened.round,
+            )
+            delta = result.theta - theta
+            if delta.dtype != np.float32 or not np.isfinite(delta).all():
+                raise ContractViolation("The local update is not finite.")
+        except Exception as error:
+            if not opened.private:
+                failure = refused(f"The local update failed: {error}", Refusal.UPDATE)
+                raise failure from error
+            # Whether training failed depends on private data, so nobody may learn it: send noise alone.
+            self.site.log.error("round %d: local update failed, a zero update is sent: %s", opened.round, error)
+            return None, None
+        return delta, result.state
+
+    def _cached(self, ledger: PrivacyLedger, opened: RoundOpen) -> np.ndarray | None:
+        """The update that was encoded for this round, or None after forfeiting it. Never a second draw."""
+        entry = ledger.state(opened.federation_id, opened.round)
+        encoded = None
+        if entry.open_hash == opened.digest() and entry.q_hash is not None:
+            encoded = self.site.load_release(opened.federation_id, opened.round, entry.q_hash)
+        if encoded is None:
+            ledger.forfeit(opened.federation_id, opened.round, "the cached update is missing or of another round")
+            return None
+        # `encoded` was recorded, so the state that belongs to it counts even if the process died before adopting it.
+        self.site.adopt_local_state(opened.federation_id, opened.round)
+        return decode_release(encoded, opened.dimension)
+
+    # ------------------------------------------------------------------ stage 4: survivors -> one share per peer
+
+    def unmask(self, body: bytes) -> Outgoing:
+        """Answer once per round, for ever: the latch is on disk before the answer exists."""
+        opened, attempt, session = self._recall()
+        self.site.answer_once(opened.federation_id, opened.round)
+        try:
+            reply = session.reveal(body)
+        finally:
+            session.wipe()
+            self.memory.clear()
+        return Outgoing(reply)
+
+    # ------------------------------------------------------------------ close
+
+    def close_round(self, body: bytes, theta: np.ndarray | None) -> Outgoing:
+        """Settle a round; with theta, keep it as the federation's final model.
+
+        Raises:
+            RoundError: theta is not the model that the record names.
+        """
+        closed = RoundClose.decode(body)
+        self._settle(closed, None)
+        if theta is not None:
+            if theta_hash(self.task.layout, theta) != closed.theta_hash:
+                raise refused("The final model is not the one that was committed.", Refusal.HASH_MISMATCH)
+            self.site.save_model(closed.federation_id, theta.astype("<f4").tobytes())
+        return Outgoing(ACK)
+
+    def _settle(self, closed: RoundClose, opened: RoundOpen | None) -> None:
+        """Record the outcome, forget the cached update. Spent stays spent whatever the outcome."""
+        if opened is not None and (
+            closed.federation_id != opened.federation_id
+            or closed.round >= opened.round
+            or (closed.round == opened.round - 1 and closed.theta_hash != opened.theta_hash)
+        ):
+            raise refused("The round does not follow from the one that was closed.", Refusal.HASH_MISMATCH)
+        if closed.outcome == Outcome.VOID:
+            return  # it may be retried with the cached update
+        with self.site.ledger() as ledger:
+            # Rounds whose close never arrived are over too once a later one is.
+            for index in ledger.open_rounds(closed.federation_id):
+                if index <= closed.round:
+                    outcome = Outcome(closed.outcome) if index == closed.round else Outcome.BURNT
+                    ledger.close(closed.federation_id, index, outcome.name.lower())
+                    self.site.delete_release(closed.federation_id, index)
+
+    # ------------------------------------------------------------------ memory between stages
+
+    def _remember(self, opened: RoundOpen, attempt: int, session: ClientSession) -> None:
+        self.memory[_OPEN] = opened.encode()
+        self.memory[_ATTEMPT] = attempt.to_bytes(4, "big")
+        self.memory[_SESSION] = session.to_bytes()
+
+    def public_round(self) -> RoundOpen | None:
+        """The RoundOpen that this participant holds open, or None. Public."""
+        body = self.memory.get(_OPEN)
+        return RoundOpen.decode(body) if body is not None else None
+
+    def _recall(self) -> tuple[RoundOpen, int, ClientSession]:
+        try:
+            opened = RoundOpen.decode(self.memory[_OPEN])
+            attempt = int.from_bytes(self.memory[_ATTEMPT], "big")
+            session = ClientSession.from_bytes(self.memory[_SESSION], session_params(opened, attempt))
+        except KeyError as error:
+            raise refused("There is no open round here.", Refusal.PROTOCOL) from error
+        return opened, attempt, session

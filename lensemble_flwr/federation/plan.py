@@ -1,0 +1,183 @@
+"""From a configuration and a roster to the numbers of a round: noise, ring, thresholds, charge. Pure.
+
+Coordinator, participants and preflight all compute them here, so that what is printed before a run is what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lensemble_flwr.config import Config
+from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.accountant import build_accountant
+from lensemble_flwr.privacy.bounds import release_delta
+from lensemble_flwr.privacy.ledger import Charge
+from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
+
+TAIL = 10.0
+"""Ring coordinates hold C + TAIL * s: a noise value beyond has probability below 2e-23."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The public numbers of every round of one federation with a roster of ``n``."""
+
+    n: int
+    dimension: int
+    guarantee: Guarantee
+    noise_multiplier: float
+    noise_std: float
+    clip_norm: float
+    threshold: int
+    min_survivors: int
+    colluders: int
+    two_party: bool
+    ring: RingParams
+    delta_extra: float
+    """Implementation terms (rounding, clamping, sampling) added to delta for each release."""
+
+    @property
+    def charge(self) -> Charge:
+        """What one release costs its participant."""
+        return charge(
+            self.guarantee, self.noise_std, self.clip_norm, self.min_survivors, self.colluders, self.delta_extra
+        )
+
+
+def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
+    """The ledger's charge for one release (decisions 2, 7)."""
+    own = std / clip if guarantee != Guarantee.NONE else 0.0
+    return Charge(
+        own_multiplier=own,
+        min_survivors=min_survivors,
+        colluders=colluders,
+        delta_extra=extra,
+        guarantee=guarantee.name.lower(),
+    )
+
+
+def make_plan(config: Config, n: int, dimension: int) -> Plan:
+    """The numbers of a federation of ``n`` participants over ``dimension`` federated coordinates.
+
+    Raises:
+        ConfigError: the target cannot be met, or the ring is too coarse for the noise.
+    """
+    privacy, secagg = config.privacy, config.secagg
+    k, m = secagg.assumed_colluders, secagg.min_survivors
+    two_party = n == 2 and secagg.allow_two_party
+    guarantee = Guarantee[privacy.guarantee.upper()] if privacy.enabled else Guarantee.NONE
+    if n < m:
+        raise ConfigError(
+            f"{n} participants are fewer than secagg.min_survivors={m}.", "Lower secagg.min_survivors or wait for more."
+        )
+    threshold = secagg.threshold if secagg.threshold is not None else default_threshold(n, k)
+    sigma = std = extra = 0.0
+    if privacy.enabled:
+        rounds = config.diloco.rounds
+        # The implementation terms depend on sigma only through s/g, which is astronomically large for sound rings:
+        # calibrate once without them, price them at that sigma, and calibrate again with what is left of delta.
+        sigma = privacy.noise_multiplier or _calibrate(config, privacy.target_delta)
+        std, ring, extra = _ring_and_extra(config, guarantee, sigma, n, dimension, m, k)
+        if privacy.noise_multiplier is None:
+            left = privacy.target_delta - rounds * extra
+            if left <= 0:
+                raise ConfigError(
+                    f"Rounding to {secagg.ring_bits} bits alone costs delta {rounds * extra:.2g}, more than "
+                    f"privacy.target_delta={privacy.target_delta:g}.",
+                    "Use secagg.ring_bits=32.",
+                )
+            sigma = _calibrate(config, left)
+            std, ring, extra = _ring_and_extra(config, guarantee, sigma, n, dimension, m, k)
+    else:
+        ring = RingParams.for_range(secagg.ring_bits, n, secagg.range, dimension)
+    return Plan(
+        n=n,
+        dimension=dimension,
+        guarantee=guarantee,
+        noise_multiplier=sigma,
+        noise_std=std,
+        clip_norm=privacy.clip_norm,
+        threshold=threshold,
+        min_survivors=m,
+        colluders=k,
+        two_party=two_party,
+        ring=ring,
+        delta_extra=extra,
+    )
+
+
+def _calibrate(config: Config, delta: float) -> float:
+    return build_accountant(config.privacy.accountant).calibrate_sigma(
+        target_epsilon=config.privacy.target_epsilon, target_delta=delta, num_rounds=config.diloco.rounds
+    )
+
+
+def _ring_and_extra(
+    config: Config, guarantee: Guarantee, sigma: float, n: int, dimension: int, m: int, k: int
+) -> tuple[float, RingParams, float]:
+    std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k)
+    bound = config.privacy.clip_norm + TAIL * std
+    ring = RingParams.for_range(config.secagg.ring_bits, n, bound, dimension)
+    extra = release_delta(noise_std=std, scale_log2=ring.scale_log2, ring_bits=ring.bits, dimension=dimension, roster=n)
+    return std, ring, extra
+
+
+def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
+    """The secure-aggregation parameters of one attempt at a round.
+
+    Raises:
+        SecureAggregationError: the round's numbers are unsafe (threshold, survivors, two parties).
+    """
+    return SessionParams(
+        open_hash=opened.digest(),
+        attempt=attempt,
+        roster=opened.roster,
+        threshold=opened.threshold,
+        min_survivors=opened.min_survivors,
+        ring=RingParams(opened.ring_bits, len(opened.roster), opened.scale_log2, opened.dimension),
+        colluders=opened.colluders,
+        allow_two_party=opened.two_party,
+    )
+
+
+def opened_charge(opened: RoundOpen) -> Charge:
+    """What answering this RoundOpen costs, priced by the participant itself from the round's own numbers."""
+    extra = 0.0
+    if opened.private:
+        extra = release_delta(
+            noise_std=opened.noise_std,
+            scale_log2=opened.scale_log2,
+            ring_bits=opened.ring_bits,
+            dimension=opened.dimension,
+            roster=len(opened.roster),
+        )
+    return charge(
+        Guarantee(opened.guarantee),
+        opened.noise_std,
+        opened.clip_norm,
+        opened.min_survivors,
+        opened.colluders,
+        extra,
+    )
+
+
+def epsilon_after(opened: RoundOpen, rounds: int, view: str | None = None) -> float:
+    """Epsilon of ``rounds`` releases like this round's, at its target delta (infinite without privacy).
+
+    Args:
+        opened: the round's public numbers.
+        rounds: releases composed; committed, burnt and dropped-out rounds alike.
+        view: "local", "central", or None for the view that the noise is sized for.
+    """
+    if not opened.private:
+        return float("inf")
+    if rounds == 0:
+        return 0.0
+    if view is None:
+        view = Guarantee(opened.guarantee).name.lower()
+    cost = opened_charge(opened)
+    left = opened.target_delta - rounds * cost.delta_extra
+    return gaussian.epsilon((rounds * cost.mu2(view)) ** 0.5, left) if left > 0 else float("inf")

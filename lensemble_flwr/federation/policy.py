@@ -1,0 +1,159 @@
+"""A site's own policy: what its operator allows. Judged before anything is computed; a run can only be stricter.
+
+The policy is a JSON or YAML file in the site's folder. A real site must have one; a simulated site writes its own at
+first use (decision 4): lifetime = the run's target for the claimed guarantee, the other view unlimited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from lensemble_flwr.config import Config
+from lensemble_flwr.durable import atomic_write
+from lensemble_flwr.errors import ConfigError, PolicyViolation
+from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.privacy.ledger import Budget
+
+POLICY_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one site allows, for ever (epsilons null: unlimited; that view is then not protected).
+
+    ``max_epsilon_*`` at ``delta`` over the site's whole life; ``min_own_noise`` is the smallest own noise std over C;
+    ``min_survivors``, ``min_colluders`` and ``max_clip_norm`` bound what a RoundOpen may say; ``allow_replay`` is
+    written only by simulated sites.
+    """
+
+    version: int = POLICY_VERSION
+    max_epsilon_local: float | None = None
+    max_epsilon_central: float | None = None
+    delta: float = 1e-5
+    allow_non_private: bool = False
+    allow_replay: bool = False
+    allow_two_party: bool = False
+    min_own_noise: float = 0.0
+    min_survivors: int = 3
+    min_colluders: int = 1
+    max_clip_norm: float | None = None
+    max_inner_steps: int | None = None
+    min_roster: int = 3
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"Policy: {f.name}={value!r} must be finite and >= 0.")
+        if self.version != POLICY_VERSION:
+            raise ConfigError(f"Policy version {self.version!r} is unknown; this release reads {POLICY_VERSION}.")
+        if not 0 < self.delta < 1:
+            raise ConfigError(f"Policy: delta={self.delta!r} must lie between 0 and 1.")
+        finite = self.max_epsilon_local is not None or self.max_epsilon_central is not None
+        if self.allow_non_private and finite:
+            raise ConfigError(
+                "Policy: allow_non_private contradicts a finite lifetime budget (an update without noise spends all).",
+                "Remove the budgets or set allow_non_private to false.",
+            )
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """The lifetime budgets that the ledger is held against."""
+        pairs = (("local", self.max_epsilon_local), ("central", self.max_epsilon_central))
+        return tuple(Budget(view, epsilon, self.delta, "lifetime") for view, epsilon in pairs if epsilon is not None)
+
+    def check(self, opened: RoundOpen) -> None:
+        """Judge the public values of a round.
+
+        Raises:
+            PolicyViolation: names the rule; leaves the site only as the code POLICY.
+        """
+
+        def rule(ok: bool, name: str, text: str) -> None:
+            if not ok:
+                raise PolicyViolation(f"The site's rule {name} forbids this round: {text}.", rule=name)
+
+        rule(opened.private or self.allow_non_private, "allow_non_private", "privacy is off")
+        rule(not opened.replay or self.allow_replay, "allow_replay", "its noise is seeded")
+        two = opened.two_party
+        rule(not two or self.allow_two_party, "allow_two_party", "only two participants")
+        rule(len(opened.roster) >= (2 if two else self.min_roster), "min_roster", f"{len(opened.roster)} joined")
+        rule(
+            opened.min_survivors >= (2 if two else self.min_survivors),
+            "min_survivors",
+            f"it may be summed over {opened.min_survivors}",
+        )
+        rule(opened.colluders >= self.min_colluders, "min_colluders", f"it assumes {opened.colluders}")
+        if opened.private:
+            own = opened.noise_std / opened.clip_norm
+            rule(own >= self.min_own_noise, "min_own_noise", f"own noise is {own:.6g} C")
+        if self.max_clip_norm is not None:
+            rule(opened.clip_norm <= self.max_clip_norm, "max_clip_norm", f"C is {opened.clip_norm:g}")
+        if self.max_inner_steps is not None:
+            rule(opened.inner_steps <= self.max_inner_steps, "max_inner_steps", f"H is {opened.inner_steps}")
+
+
+def load_policy(path: Path) -> Policy:
+    """Read and validate a policy file.
+
+    Raises:
+        ConfigError: missing, unreadable, unknown or mistyped keys.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"The site has no policy file {path}.", "Write one; without it nothing is released."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The policy file {path} cannot be read: {error}.") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"The policy file {path} must hold one object.")
+    hints = {f.name: f for f in dataclasses.fields(Policy)}
+    for name, value in tree.items():
+        if name not in hints:
+            raise ConfigError(f"The policy file {path} has an unknown rule {name!r}.")
+        default = hints[name].default
+        nullable = default is None
+        numeric = isinstance(default, float) or nullable
+        ok = (
+            (value is None and nullable)
+            or (isinstance(default, bool) and isinstance(value, bool))
+            or (numeric and isinstance(value, (int, float)) and not isinstance(value, bool))
+            or (type(default) is int and type(value) is int)
+        )
+        if not ok:
+            raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type.")
+    return Policy(**tree)
+
+
+def simulated_policy(config: Config) -> Policy:
+    """The policy of a simulated site at its first use (decision 4)."""
+    privacy = config.privacy
+    central = privacy.guarantee == "central"
+    return Policy(
+        max_epsilon_local=privacy.target_epsilon if privacy.enabled and not central else None,
+        max_epsilon_central=privacy.target_epsilon if privacy.enabled and central else None,
+        delta=privacy.target_delta,
+        allow_non_private=not privacy.enabled,
+        allow_replay=True,
+        allow_two_party=config.secagg.allow_two_party,
+        min_roster=2 if config.secagg.allow_two_party else 3,
+    )
+
+
+def save_policy(path: Path, policy: Policy) -> None:
+    """Write a policy file atomically, readable by its owner only."""
+    atomic_write(path, (json.dumps(dataclasses.asdict(policy), indent=1) + "\n").encode(), mode=0o600)
+
+
+def run_budget(opened: RoundOpen) -> tuple[Budget, ...]:
+    """The budget of this federation: its target, in the view that its noise is sized for."""
+    if not opened.private:
+        return ()
+    view = "central" if opened.guarantee == Guarantee.CENTRAL else "local"
+    return (Budget(view, opened.target_epsilon, opened.target_delta, "federation"),)

@@ -1,0 +1,123 @@
+"""The two canonical records of a round: RoundOpen names everything that a round depends on, RoundClose how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from lensemble_flwr.errors import ContractViolation
+from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, U8, U16, U32, U64, Record, wire
+
+PROTOCOL_VERSION = 1
+
+
+class Guarantee(IntEnum):
+    """Which view of the privacy claim the noise is sized for (decision 7)."""
+
+    NONE = 0
+    LOCAL = 1
+    CENTRAL = 2
+
+
+class Outcome(IntEnum):
+    """How a round ended (design: section 3)."""
+
+    COMMITTED = 1
+    VOID = 2
+    BURNT = 3
+
+
+@dataclass(frozen=True)
+class RoundOpen(Record):
+    """Everything public that round ``round`` depends on; its SHA-256 enters every key of the round.
+
+    ``noise_std`` (s) is the standard deviation of each participant's own noise per coordinate, in model units;
+    ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
+    ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
+    """
+
+    MAGIC: ClassVar[bytes] = b"LRO1"
+
+    federation_id: bytes = wire(HASH)
+    config_hash: bytes = wire(HASH)
+    round: int = wire(U32)
+    rounds: int = wire(U32)
+    theta_hash: bytes = wire(HASH)
+    base_hash: bytes = wire(HASH)
+    probe_hash: bytes = wire(HASH)
+    sketch_seed: int = wire(U64)
+    sketch_hash: bytes = wire(HASH)
+    inner_steps: int = wire(U32)
+    dimension: int = wire(U64)
+    ring_bits: int = wire(U8)
+    scale_log2: int = wire(I32)
+    clip_norm: float = wire(F64)
+    noise_multiplier: float = wire(F64)
+    noise_std: float = wire(F64)
+    target_epsilon: float = wire(F64)
+    target_delta: float = wire(F64)
+    guarantee: int = wire(U8)
+    replay: bool = wire(U8)
+    threshold: int = wire(U32)
+    min_survivors: int = wire(U32)
+    colluders: int = wire(U32)
+    two_party: bool = wire(U8)
+    roster: tuple[bytes, ...] = wire(HASHES)
+
+    def __post_init__(self) -> None:
+        if list(self.roster) != sorted(set(self.roster)) or not self.roster:
+            raise ContractViolation("The roster must be sorted and without repetition.")
+        if self.guarantee not in tuple(Guarantee):
+            raise ContractViolation(f"Unknown guarantee {self.guarantee}.")
+
+    @property
+    def private(self) -> bool:
+        """Whether updates are clipped and noised."""
+        return self.guarantee != Guarantee.NONE
+
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
+        return hashlib.sha256(self.encode()).digest()
+
+
+@dataclass(frozen=True)
+class RoundClose(Record):
+    """How round ``round`` ended: the committed model's hash (unchanged if not committed), the sum's hash, who was in."""
+
+    MAGIC: ClassVar[bytes] = b"LRC1"
+
+    federation_id: bytes = wire(HASH)
+    round: int = wire(U32)
+    outcome: int = wire(U8)
+    open_hash: bytes = wire(HASH)
+    theta_hash: bytes = wire(HASH)
+    sum_hash: bytes = wire(HASH)
+    survivors: tuple[bytes, ...] = wire(HASHES)
+
+    def __post_init__(self) -> None:
+        if self.outcome not in tuple(Outcome):
+            raise ContractViolation(f"Unknown outcome {self.outcome}.")
+
+
+@dataclass(frozen=True)
+class JoinRequest(Record):
+    """Sent once to each participant before its first round."""
+
+    MAGIC: ClassVar[bytes] = b"LJQ1"
+
+    federation_id: bytes = wire(HASH)
+    config_hash: bytes = wire(HASH)
+    base_hash: bytes = wire(HASH)
+
+
+@dataclass(frozen=True)
+class JoinReply(Record):
+    """A participant's identity, protocol version and salted dataset root."""
+
+    MAGIC: ClassVar[bytes] = b"LJR1"
+
+    protocol: int = wire(U16)
+    identity: bytes = wire(HASH)
+    dataset_root: bytes = wire(HASH)

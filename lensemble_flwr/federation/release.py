@@ -1,0 +1,76 @@
+"""The release path: from a local update to the integers that may be masked and sent (INV-ALIGN-BEFORE-RELEASE).
+
+align (in the task) -> re-difference -> clip -> noise -> ring -> mask. The types of :mod:`lensemble_flwr.privacy`
+carry the order: noise can only be added to a clipped update, only a noised update becomes a release, and only a
+release is returned here. The caller has reserved the budget before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from lensemble_flwr.errors import ArtifactError, ContractViolation
+from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.privacy.mechanism import add_noise, clip_to_grid, encode_exact, to_release, zero_update
+from lensemble_flwr.privacy.noise import Entropy, OsEntropy, ReplayEntropy
+from lensemble_flwr.secagg import RingParams
+
+_MAGIC = b"LQV1"
+
+
+def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes, simulation: bool) -> np.ndarray:
+    """Clip, noise and encode one update; ``None`` is the zero update, which looks like any other.
+
+    Args:
+        delta: aligned update, float32, shape (d,).
+        opened: the round's public numbers.
+        identity: only used to tell participants apart when noise is replayed.
+        simulation: whether replay is possible at all here.
+
+    Returns:
+        int64, shape (d,): multiples of the ring's grid, |q| <= qmax.
+
+    Raises:
+        ContractViolation: wrong shape, or seeded noise outside a simulation.
+        ConfigError: without privacy, a coordinate lies outside the public range.
+    """
+    ring = RingParams(opened.ring_bits, len(opened.roster), opened.scale_log2, opened.dimension)
+    entropy = _entropy(opened, identity, simulation)
+    if not opened.private:
+        if delta is None:
+            raise ContractViolation("Without privacy there is no zero update.")
+        return encode_exact(delta, ring.scale_log2, ring.qmax, entropy).q
+    if delta is None:
+        clipped = zero_update(opened.dimension, opened.clip_norm, opened.noise_std)
+    else:
+        if delta.shape != (opened.dimension,):
+            raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
+        clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
+    return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax).q
+
+
+def _entropy(opened: RoundOpen, identity: bytes, simulation: bool) -> Entropy:
+    if not opened.replay:
+        return OsEntropy()
+    if not simulation:
+        raise ContractViolation("Seeded noise exists only in a simulation.")
+    digest = hashlib.sha256(b"lensemble replay\0" + opened.config_hash + identity + opened.round.to_bytes(4, "big"))
+    return ReplayEntropy(int.from_bytes(digest.digest()[:8], "big"))
+
+
+def encode_release(q: np.ndarray) -> bytes:
+    """The canonical bytes of a release, kept at the site until its round is over."""
+    return _MAGIC + np.ascontiguousarray(q, dtype="<i8").tobytes()
+
+
+def decode_release(encoded: bytes, dimension: int) -> np.ndarray:
+    """Inverse of :func:`encode_release`.
+
+    Raises:
+        ArtifactError: not a release of this dimension.
+    """
+    if encoded[:4] != _MAGIC or len(encoded) != 4 + 8 * dimension:
+        raise ArtifactError("The cached update is damaged.")
+    return np.frombuffer(encoded, "<i8", offset=4).astype(np.int64)

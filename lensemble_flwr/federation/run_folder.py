@@ -1,0 +1,234 @@
+"""The coordinator's durable state: one folder per run, from which a run can be resumed or replayed.
+
+    federation.json              federation id, nonce, configuration hash, overrides
+    manifest.json                what ran (see :mod:`lensemble_flwr.federation.manifest`)
+    rounds.jsonl                 one line per finished round, appended with fsync
+    checkpoints/round-00000.safetensors ...
+    state/round-00003/open.bin       RoundOpen, fsynced before it is first sent
+    state/round-00003/attempt        number of the attempt that may be under way
+    state/round-00003/asked          exists once somebody may have been asked to reveal
+    state/round-00003/sum.npz        the verified integer sum, fsynced before it is used
+
+What is in `state` decides how a broken-off round ends: sum stored -> replayed; asked without a sum -> burnt; neither
+-> the same RoundOpen is tried again with the cached vectors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lensemble_flwr.durable import append_fsync, atomic_write
+from lensemble_flwr.errors import ArtifactError, ConfigError, RoundError
+from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from lensemble_flwr.federation.records import RoundOpen
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredSum:
+    """The verified sum of one round: int64 payload, the survivors it covers."""
+
+    total: np.ndarray
+    survivors: tuple[bytes, ...]
+
+    def digest(self) -> bytes:
+        return hashlib.sha256(
+            b"lensemble sum\0" + b"".join(self.survivors) + np.ascontiguousarray(self.total, "<i8").tobytes()
+        ).digest()
+
+
+class RunFolder:
+    """One run's output folder; holds a lock while a coordinator works in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # ------------------------------------------------------------------ making and finding
+
+    @classmethod
+    def create(cls, path: Path, config_hash: bytes, overrides: tuple[str, ...]) -> RunFolder:
+        """A new run: fresh federation id = SHA-256(fresh nonce, configuration hash).
+
+        Raises:
+            ConfigError: the folder holds something already.
+            ArtifactError: it cannot be written.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(p.name not in ("flower.log",) for p in path.iterdir()):
+                raise ConfigError(
+                    f"The output folder {path} is not empty.",
+                    f"Choose another output_dir, or continue that run: lensemble run --resume {path}",
+                )
+            for name in ("checkpoints", "state"):
+                (path / name).mkdir()
+        except OSError as error:
+            raise ArtifactError(
+                f"The output folder {path} cannot be written: {error.strerror}.", "Choose another output_dir."
+            ) from error
+        nonce = os.urandom(32)
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "nonce": nonce.hex(),
+            "config_hash": config_hash.hex(),
+            "federation_id": hashlib.sha256(b"lensemble federation\0" + nonce + config_hash).hexdigest(),
+            "overrides": list(overrides),
+        }
+        atomic_write(path / "federation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path, config_hash: bytes | None = None) -> RunFolder:
+        """An existing run.
+
+        Raises:
+            ConfigError: no run there, or it was started with another configuration.
+        """
+        folder = cls(path)
+        if not (path / "federation.json").is_file():
+            raise ConfigError(f"There is no run in {path}.", "Give --resume the output folder of an earlier run.")
+        if config_hash is not None and folder.federation["config_hash"] != config_hash.hex():
+            raise ConfigError(
+                f"The run in {path} was started with another configuration.",
+                "Resume without overrides: the run's own are used.",
+            )
+        return folder
+
+    @property
+    def federation(self) -> dict[str, Any]:
+        """What names this run."""
+        try:
+            record = json.loads((self.path / "federation.json").read_text())
+            bytes.fromhex(record["federation_id"])
+            return record
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{self.path / 'federation.json'} is damaged: {error}.") from error
+
+    @property
+    def federation_id(self) -> bytes:
+        return bytes.fromhex(self.federation["federation_id"])
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One coordinator at a time.
+
+        Raises:
+            ConfigError: another process works in the folder.
+        """
+        with open(self.path / "state" / "lock", "w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(f"Another run is working in {self.path}.", "Wait for it or stop it.") from error
+            yield
+
+    # ------------------------------------------------------------------ finished rounds
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The finished rounds in order; a torn last line never took effect."""
+        path = self.path / "rounds.jsonl"
+        if not path.is_file():
+            return []
+        records = []
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines):
+            if not line:
+                continue
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                if number == len(lines) - 1:
+                    break
+                raise ArtifactError(f"Line {number + 1} of {path} is damaged.") from error
+        return records
+
+    def append_round(self, record: dict[str, Any]) -> None:
+        """Append one finished round (a torn line of an earlier crash is cut off first)."""
+        path = self.path / "rounds.jsonl"
+        if path.is_file():
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                atomic_write(path, content[: content.rfind(b"\n") + 1], mode=0o644)
+        append_fsync(path, (json.dumps(record, allow_nan=False) + "\n").encode())
+
+    def checkpoint_path(self, index: int) -> Path:
+        return self.path / "checkpoints" / f"round-{index:05d}.safetensors"
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> bytes:
+        return save_checkpoint(self.checkpoint_path(checkpoint.round), checkpoint)
+
+    def load_checkpoint(self, index: int) -> Checkpoint:
+        return load_checkpoint(self.checkpoint_path(index))
+
+    # ------------------------------------------------------------------ the round under way
+
+    def _round(self, index: int) -> Path:
+        return self.path / "state" / f"round-{index:05d}"
+
+    def opened(self, index: int) -> RoundOpen | None:
+        """The RoundOpen that was sent (or was about to be) for this round."""
+        path = self._round(index) / "open.bin"
+        return RoundOpen.decode(path.read_bytes()) if path.is_file() else None
+
+    def write_opened(self, opened: RoundOpen) -> None:
+        """fsync the RoundOpen before it is first sent: a retry needs the identical hash."""
+        folder = self._round(opened.round)
+        if (folder / "open.bin").exists():
+            raise RoundError(f"Round {opened.round} was opened before; its first RoundOpen stands.")
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / "open.bin", opened.encode(), mode=0o644)
+
+    def next_attempt(self, index: int) -> int:
+        """Count an attempt before it starts; numbers are never used twice."""
+        path = self._round(index) / "attempt"
+        attempt = int(path.read_text()) + 1 if path.is_file() else 1
+        atomic_write(path, str(attempt).encode(), mode=0o644)
+        return attempt
+
+    def mark_asked(self, index: int) -> None:
+        """fsync "unmask asked" before anybody is asked."""
+        atomic_write(self._round(index) / "asked", b"", mode=0o644)
+
+    def asked(self, index: int) -> bool:
+        return (self._round(index) / "asked").exists()
+
+    def store_sum(self, index: int, stored: StoredSum) -> None:
+        """fsync the verified sum before it is used."""
+        buffer = io.BytesIO()
+        survivors = np.frombuffer(b"".join(stored.survivors), np.uint8)
+        np.savez(buffer, total=stored.total, survivors=survivors)
+        atomic_write(self._round(index) / "sum.npz", buffer.getvalue(), mode=0o644)
+
+    def stored_sum(self, index: int) -> StoredSum | None:
+        """The sum of a round that was broken off after unmasking."""
+        path = self._round(index) / "sum.npz"
+        if not path.is_file():
+            return None
+        try:
+            with np.load(path) as file:
+                raw = file["survivors"].tobytes()
+                total = file["total"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ArtifactError(f"The stored sum {path} is damaged: {error}.") from error
+        return StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)))
+
+    def finish_round(self, index: int) -> None:
+        """Drop the state of a round whose record is written."""
+        folder = self._round(index)
+        if folder.is_dir():
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()

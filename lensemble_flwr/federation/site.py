@@ -1,0 +1,195 @@
+"""A participant's own folder: everything that must outlive a process, a run and Flower itself (decision 16).
+
+identity.key     Ed25519 private key, 32 bytes: who this participant is, for ever
+site.secret      32 bytes: salts of dataset roots
+policy.json      what the operator allows
+ledger.jsonl, ledger.head   the privacy ledger
+answered/        one empty file per round whose unmask question was answered (the latch)
+releases/        encoded updates that may still have to be sent again
+local/           the action head and optimizer moments, adopted with a release
+models/          the committed models that this site ended its runs with
+site.log         the site's own log; never sent anywhere
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from lensemble_flwr.durable import atomic_write, sync_folder
+from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
+from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
+from lensemble_flwr.privacy.ledger import PrivacyLedger
+
+
+@contextmanager
+def creation_lock(folder: Path) -> Iterator[None]:
+    """Two processes that meet a simulated site for the first time make it once."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+class Site:
+    """One participant's folder. Opening it reads keys; the ledger is opened (and locked) only while it is used."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open an existing site.
+
+        Raises:
+            ConfigError: the folder is no site or is damaged.
+        """
+        self.folder = folder
+        key = self._read("identity.key", 32)
+        self.identity = Ed25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()
+        self._secret = self._read("site.secret", 32)
+
+    @classmethod
+    def create(cls, folder: Path, policy: Policy) -> Site:
+        """Make a site's folder with fresh keys, an empty ledger and this policy.
+
+        Raises:
+            ArtifactError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in ("answered", "releases", "local", "models"):
+                (folder / name).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ArtifactError(f"The site folder {folder} cannot be written: {error.strerror}.") from error
+        private = Ed25519PrivateKey.generate()
+        atomic_write(folder / "site.secret", secrets.token_bytes(32))
+        save_policy(folder / "policy.json", policy)
+        PrivacyLedger.init(folder / "ledger.jsonl", private.public_key().public_bytes_raw())
+        # The key comes last: a folder with a key is a whole site.
+        atomic_write(folder / "identity.key", private.private_bytes_raw())
+        return cls(folder)
+
+    @classmethod
+    def exists(cls, folder: Path) -> bool:
+        """Whether the folder holds a whole site."""
+        return (folder / "identity.key").is_file()
+
+    def _read(self, name: str, size: int) -> bytes:
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"The site {self.folder} has no readable {name}.", "Create the site first.") from error
+        if len(data) != size:
+            raise ConfigError(f"The site's {name} is damaged: {len(data)} bytes instead of {size}.")
+        return data
+
+    @property
+    def policy(self) -> Policy:
+        """The policy as it is on disk now; rules are read again each round."""
+        return load_policy(self.folder / "policy.json")
+
+    def ledger(self) -> PrivacyLedger:
+        """Open and lock this site's ledger (a context manager)."""
+        return PrivacyLedger.open(self.folder / "ledger.jsonl", identity=self.identity)
+
+    def dataset_salt(self, federation_id: bytes) -> bytes:
+        """Salt of the dataset root for one federation: two federations cannot link a data set by its root."""
+        return HKDF(SHA256(), 32, salt=federation_id, info=b"lensemble dataset root").derive(self._secret)
+
+    # ------------------------------------------------------------------ the latch
+
+    def answer_once(self, federation_id: bytes, round_index: int) -> None:
+        """Persist that this round's unmask question is about to be answered.
+
+        Raises:
+            SecureAggregationError: it was answered (or about to be) before; a second answer could let colluders
+                subtract two sums.
+        """
+        path = self.folder / "answered" / f"{federation_id.hex()}-{round_index}"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError as error:
+            raise SecureAggregationError(
+                f"Round {round_index} was already answered.", cause="already_revealed"
+            ) from error
+        except OSError as error:
+            raise ArtifactError(f"The site cannot record its answer: {error.strerror}.") from error
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        sync_folder(path.parent)
+
+    def answered(self, federation_id: bytes, round_index: int) -> bool:
+        """Whether this round's unmask question was answered."""
+        return (self.folder / "answered" / f"{federation_id.hex()}-{round_index}").exists()
+
+    # ------------------------------------------------------------------ cached releases
+
+    def _release_path(self, federation_id: bytes, round_index: int) -> Path:
+        return self.folder / "releases" / f"{federation_id.hex()}-{round_index}.q"
+
+    def save_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> bytes:
+        """Write an encoded update before it may be sent; returns its SHA-256."""
+        atomic_write(self._release_path(federation_id, round_index), encoded)
+        return hashlib.sha256(encoded).digest()
+
+    def load_release(self, federation_id: bytes, round_index: int, expected_hash: bytes) -> bytes | None:
+        """The cached update, or None when it is missing or not the one that the ledger names."""
+        try:
+            encoded = self._release_path(federation_id, round_index).read_bytes()
+        except OSError:
+            return None
+        return encoded if hashlib.sha256(encoded).digest() == expected_hash else None
+
+    def delete_release(self, federation_id: bytes, round_index: int) -> None:
+        """Forget a cached update once its round is over."""
+        self._release_path(federation_id, round_index).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ local training state
+
+    def local_state(self, federation_id: bytes) -> bytes | None:
+        """The action head and optimizer moments that were adopted last, or None."""
+        path = self.folder / "local" / f"{federation_id.hex()}.state"
+        return path.read_bytes() if path.is_file() else None
+
+    def stage_local_state(self, federation_id: bytes, round_index: int, state: bytes) -> None:
+        """Write the state that belongs to a release; it counts only once :meth:`adopt_local_state` ran."""
+        atomic_write(self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged", state)
+
+    def adopt_local_state(self, federation_id: bytes, round_index: int) -> None:
+        """Make the staged state the current one (with ``encoded``; a retry never trains again)."""
+        staged = self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged"
+        if staged.is_file():
+            os.replace(staged, self.folder / "local" / f"{federation_id.hex()}.state")
+            sync_folder(staged.parent)
+
+    def discard_staged_state(self, federation_id: bytes, round_index: int) -> None:
+        """Forget the state of a forfeited release."""
+        (self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged").unlink(missing_ok=True)
+
+    def save_model(self, federation_id: bytes, theta: bytes) -> None:
+        """Keep the model with which this site ended the federation."""
+        atomic_write(self.folder / "models" / f"{federation_id.hex()}.theta", theta)
+
+    # ------------------------------------------------------------------ the site's own log
+
+    @property
+    def log(self) -> logging.Logger:
+        """The site's own log file. Values may stand here; nothing of it is ever sent."""
+        logger = logging.getLogger(f"lensemble.site.{self.identity.hex()[:16]}")
+        if not logger.handlers:
+            logger.setLevel(logging.INFO)
+            logger.propagate = False  # Flower forwards the root logger
+            handler = RotatingFileHandler(self.folder / "site.log", maxBytes=1 << 20, backupCount=2, delay=True)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            logger.addHandler(handler)
+        return logger

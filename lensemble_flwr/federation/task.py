@@ -1,0 +1,118 @@
+"""What is trained: the seam between the round and a model. Plain arrays in, plain arrays out.
+
+The round knows a task as a flat float32 vector theta with a name for each slice, a local update, and public hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lensemble_flwr.config import Config
+from lensemble_flwr.errors import ConfigError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long is prepared."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One named parameter inside theta."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What a participant's local steps gave: theta after alignment, and the state that stays at the site."""
+
+    theta: np.ndarray
+    state: bytes
+
+
+class Task(Protocol):
+    """One kind of model on one kind of data, built from a :class:`Config`; the same at every party."""
+
+    layout: tuple[Slice, ...]
+    base_hash: bytes
+    """SHA-256 of everything public that theta does not hold: frozen weights, bases, normalisers."""
+    probe_hash: bytes
+    """SHA-256 of the public probe (zeros when the task has none)."""
+
+    @property
+    def dimension(self) -> int: ...
+
+    def initial(self) -> np.ndarray:
+        """theta_0, float32, shape (d,)."""
+        ...
+
+    def sketch_hash(self, sketch_seed: int) -> bytes:
+        """SHA-256 of the sketch directions that a round's seed gives (INV-SKETCH-CONSISTENCY)."""
+        ...
+
+    def episode_hashes(self, partition: int) -> list[bytes]:
+        """Hashes of the local episodes, for the dataset root."""
+        ...
+
+    def local_update(
+        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+    ) -> LocalResult:
+        """H local steps from theta on local data, then alignment to the public frame where the frame is federated.
+
+        Raises:
+            LensembleError: the data or the training failed; the caller decides what may be said about it.
+        """
+        ...
+
+    def evaluate(self, theta: np.ndarray) -> dict[str, float]:
+        """Metrics on public held-out data; run by the coordinator."""
+        ...
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Make and cache what is missing: generated data, the public warm start. Idempotent."""
+        ...
+
+
+def theta_hash(layout: tuple[Slice, ...], theta: np.ndarray) -> bytes:
+    """SHA-256 that names a model: every slice's name and shape, then the little-endian float32 values."""
+    digest = hashlib.sha256(b"lensemble theta 1\0")
+    for part in layout:
+        name = part.name.encode()
+        digest.update(len(name).to_bytes(4, "big") + name + len(part.shape).to_bytes(4, "big"))
+        for extent in part.shape:
+            digest.update(int(extent).to_bytes(8, "big"))
+    digest.update(np.ascontiguousarray(theta, dtype="<f4").tobytes())
+    return digest.digest()
+
+
+def sketch_seed(federation_id: bytes, round_index: int) -> int:
+    """s_t: the round's public seed of sketch directions."""
+    digest = hashlib.sha256(b"lensemble sketch\0" + federation_id + round_index.to_bytes(4, "big")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def build_task(config: Config) -> Task:
+    """The task that a configuration names. Imports torch only for tasks that need it.
+
+    Raises:
+        ConfigError: unknown task.
+    """
+    if config.task == "linear":
+        from lensemble_flwr.federation.linear_task import LinearTask
+
+        return LinearTask(config)
+    if config.task == "world_model":
+        from lensemble_flwr.federation.world_task import WorldTask
+
+        return WorldTask(config)
+    raise ConfigError(f"Unknown task {config.task!r}.")

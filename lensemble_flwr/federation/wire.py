@@ -1,0 +1,183 @@
+"""Every message of the protocol: its Flower type, its fields, and what may leave a participant (decision 8).
+
+This is the whole list. :func:`check_egress` is called at one place, the outermost ClientApp mod
+(:mod:`clients.egress`); what is not on the list, or has another type or size than public values say, does not leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from lensemble_flwr.errors import (
+    CommitmentMismatch,
+    ConfigError,
+    LedgerError,
+    LensembleError,
+    PolicyViolation,
+    PrivacyBudgetExceeded,
+    ProbeError,
+    ResidencyViolation,
+    RoundError,
+    SecureAggregationError,
+)
+from lensemble_flwr.federation.codec import HASH_BYTES, MAX_ROSTER
+from lensemble_flwr.federation.records import PROTOCOL_VERSION, JoinReply, RoundOpen
+from lensemble_flwr.secagg import RingParams
+from lensemble_flwr.secagg import wire as secagg_wire
+
+MAX_REQUEST_BYTES = 4096 + 256 * MAX_ROSTER
+"""No body that a participant is sent is longer: envelopes are under 128 bytes a member, keys 64."""
+
+
+class Refusal(IntEnum):
+    """All that a coordinator learns when a participant does not do what it was asked.
+
+    A function of public values, the site's policy and its ledger only. ``UPDATE`` (the local update is unusable) is
+    sent only in runs without privacy: with privacy on such a failure becomes a zero update like any other.
+    """
+
+    POLICY = 1
+    HASH_MISMATCH = 2
+    STALE = 3
+    BUDGET = 4
+    PROTOCOL = 5
+    LEDGER = 6
+    BUSY = 7
+    UPDATE = 8
+
+
+class Stage:
+    """Flower message types (``<category>.<action>``), in the order of a round."""
+
+    JOIN = "query.join"
+    OPEN = "query.open_round"
+    SHARE = "query.share_keys"
+    TRAIN = "train.masked_update"
+    UNMASK = "query.unmask"
+    CLOSE = "query.close_round"
+
+    ALL = (JOIN, OPEN, SHARE, TRAIN, UNMASK, CLOSE)
+
+
+BODY = "body"
+"""The field of a message that holds one canonical byte string."""
+VECTOR = "vector"
+"""The field that holds a flat vector: theta (float32) downwards, the masked ring vector (unsigned) upwards."""
+ENVELOPES, CLOSES, THETA_HASH = "envelopes", "closes", "theta_hash"
+ATTEMPT = "attempt"
+REFUSAL = "refusal"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A reply before it becomes a Flower message: exactly one body, at most one vector."""
+
+    body: bytes
+    vector: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a reply to one request must look like, from public values alone."""
+
+    body_bytes: int
+    vector_length: int = 0
+    vector_dtype: str = ""
+
+
+def check_egress(stage: str, reply: Outgoing, expected: Expected) -> None:
+    """Raises :class:`ResidencyViolation` unless the reply has exactly the types and sizes that public values say."""
+    if stage not in Stage.ALL:
+        raise ResidencyViolation(f"There is no message {stage!r}.")
+    if type(reply) is not Outgoing or type(reply.body) is not bytes or len(reply.body) != expected.body_bytes:
+        raise ResidencyViolation(f"A reply to {stage} must be {expected.body_bytes} bytes.")
+    if expected.vector_length == 0:
+        if reply.vector is not None:
+            raise ResidencyViolation(f"A reply to {stage} carries no vector.")
+        return
+    vector = reply.vector
+    if (
+        type(vector) is not np.ndarray
+        or vector.dtype.str != expected.vector_dtype
+        or vector.shape != (expected.vector_length,)
+    ):
+        raise ResidencyViolation(
+            f"A reply to {stage} must carry {expected.vector_length} values of {expected.vector_dtype}."
+        )
+
+
+def set_header_bytes(roster: int) -> int:
+    """Bytes of a secure-aggregation message up to the end of the set of members that it opens with."""
+    return secagg_wire.HEADER_BYTES + -(-roster // 8)
+
+
+def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expected:
+    """What a reply must look like, from the request, the RoundOpen and nothing else.
+
+    Args:
+        stage: the Flower message type.
+        request: SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how many shares it
+            holds); not used otherwise.
+        opened: the round that is open here; None before the first.
+    """
+    if stage == Stage.JOIN:
+        return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32)).encode()))
+    if stage == Stage.CLOSE:
+        return Expected(1)
+    if opened is None:
+        raise ResidencyViolation(f"A reply to {stage} needs an open round.")
+    n = len(opened.roster)
+    if stage == Stage.OPEN:
+        return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n))
+    if stage == Stage.TRAIN:
+        ring = RingParams(opened.ring_bits, n, opened.scale_log2, opened.dimension)
+        return Expected(HASH_BYTES, ring.wire_bytes, "|u1")
+    bitmap = request[secagg_wire.HEADER_BYTES : set_header_bytes(n)]
+    members = len(secagg_wire.parse_members(bitmap, n))
+    kind = secagg_wire.Stage.SHARES if stage == Stage.SHARE else secagg_wire.Stage.REVEAL
+    return Expected(secagg_wire.message_size(kind, n, members))
+
+
+_BY_ERROR: tuple[tuple[type[LensembleError], Refusal], ...] = (
+    (PrivacyBudgetExceeded, Refusal.BUDGET),
+    (LedgerError, Refusal.LEDGER),
+    (PolicyViolation, Refusal.POLICY),
+    (ConfigError, Refusal.POLICY),
+    (ProbeError, Refusal.HASH_MISMATCH),
+    (CommitmentMismatch, Refusal.HASH_MISMATCH),
+    (SecureAggregationError, Refusal.PROTOCOL),
+    (RoundError, Refusal.PROTOCOL),
+)
+
+
+def refusal_for(error: BaseException) -> Refusal:
+    """The code for an error. An error may name its own code (``refusal`` field); unknown errors are PROTOCOL."""
+    own = getattr(error, "refusal", None)
+    if isinstance(own, Refusal):
+        return own
+    for kind, code in _BY_ERROR:
+        if isinstance(error, kind):
+            return code
+    return Refusal.PROTOCOL
+
+
+def refused(message: str, code: Refusal, remediation: str = "") -> RoundError:
+    """A :class:`RoundError` that leaves the site as ``code``; the text stays in the site's own log."""
+    return RoundError(message, remediation, refusal=code)
+
+
+def one_body(fields: Mapping[str, Any], name: str, most: int) -> bytes:
+    """The byte string ``name`` of a request, at most ``most`` bytes.
+
+    Raises:
+        RoundError: missing, of another type, or too long.
+    """
+    value = fields.get(name)
+    if not isinstance(value, bytes) or len(value) > most:
+        raise RoundError(f"The field {name!r} is missing, not bytes, or longer than {most}.")
+    return value

@@ -1,0 +1,550 @@
+"""Accountants: how much privacy a list of Gaussian releases has spent (seed RFC-0012, section 3).
+
+Neighbours are zero-out: one participant's clipped update is replaced by zero in every round (sensitivity C, add/remove).
+At full participation (``sample_rate = 1``) the composed Gaussian is exact and one number suffices, mu^2 = sum 1/sigma^2.
+It is kept as an integer in units of 2^-200, each term rounded up, so it depends neither on the order nor on the grouping
+of the rounds. ``sample_rate < 1`` means Poisson sampling by a secret coin of the participant itself that nobody ever
+sees; an observed frequency or a dropout is not that. There, several sound bounds are computed and the smallest counts.
+
+Fail closed: a step that is no number, an overflow or a failing backend makes the spent epsilon infinite;
+:meth:`Accountant.would_exceed` is False only if the budget was shown to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+
+from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
+from lensemble_flwr.privacy import gaussian
+
+STATE_VERSION = 1
+MAX_SIGMA = 1e6
+"""Largest noise multiplier that calibration returns."""
+
+_UNIT_LOG2 = 200
+_PLD_POINTS = 2_000_000  # more grid points than this take minutes or gigabytes: such a bound counts as infinite
+_PLD_INTERVAL = 1e-4
+_SLACK = 1e-7  # calibrated sigmas are this much larger, so that other roundings of the same budget agree
+_EXACT_JOINT = 24  # joint releases up to this size are decided in rational arithmetic
+
+
+@runtime_checkable
+class Accountant(Protocol):
+    """Composes Gaussian releases of sensitivity 1 and noise std sigma. All arguments by keyword, as in RFC-0012."""
+
+    def calibrate_sigma(
+        self, *, target_epsilon: float, target_delta: float, num_rounds: int, sample_rate: float = 1.0
+    ) -> float:
+        """Smallest noise multiplier (to 1e-6 relative, never too small) that keeps ``num_rounds`` releases within the
+        target. What was spent before is not considered.
+
+        Raises:
+            ConfigError: infeasible or malformed target; the text says what would be feasible.
+        """
+        ...
+
+    def step(self, *, noise_multiplier: float, sample_rate: float = 1.0, count: int = 1) -> None:
+        """Account for ``count`` releases. A noise multiplier or rate that makes no sense spends everything.
+
+        Raises:
+            ContractViolation: ``count`` is no integer >= 0.
+        """
+        ...
+
+    def spent(self, *, target_delta: float) -> float:
+        """Epsilon spent at ``target_delta``: never negative, never NaN, never too small; inf if not bounded.
+
+        Raises:
+            ConfigError: ``target_delta`` is not between 0 and 1.
+        """
+        ...
+
+    def would_exceed(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        noise_multiplier: float,
+        sample_rate: float = 1.0,
+        count: int = 1,
+    ) -> bool:
+        """Whether ``count`` more releases could pass the target. False only if they were shown not to."""
+        ...
+
+
+_Self = TypeVar("_Self", bound="_Composition")
+_Sampled = tuple[tuple[float, float, int], ...]  # (sigma, rate < 1, count), sorted
+
+
+class _Composition:
+    """What both accountants share: the history, the fail-closed rules, calibration and the state."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._mu2 = 0  # in units of 2^-_UNIT_LOG2
+        self._sampled: dict[tuple[float, float], int] = {}
+        self._infinite = False
+        self._cache: tuple[Any, float] | None = None
+
+    # What a backend has to give: a sound epsilon for the full history.
+    def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
+        """Upper bound on epsilon; any value <= ``enough`` will do, so that costly bounds can be skipped."""
+        raise NotImplementedError
+
+    def step(self, *, noise_multiplier: float, sample_rate: float = 1.0, count: int = 1) -> None:
+        _check_count(count)
+        mu2, sampled, infinite = self._after(noise_multiplier, sample_rate, count)
+        self._mu2, self._infinite, self._cache = mu2, infinite, None
+        self._sampled = {(sigma, rate): n for sigma, rate, n in sampled}
+
+    def spent(self, *, target_delta: float) -> float:
+        delta = _check_delta(target_delta)
+        key = (self._mu2, tuple(sorted(self._sampled.items())), self._infinite, delta)
+        if self._cache is None or self._cache[0] != key:
+            now = self._after(1.0, 1.0, 0)
+            self._cache = (key, self._bound(*now, delta))
+        return self._cache[1]
+
+    def would_exceed(
+        self,
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        noise_multiplier: float,
+        sample_rate: float = 1.0,
+        count: int = 1,
+    ) -> bool:
+        _check_count(count)
+        try:
+            if not (0.0 <= target_epsilon and 0.0 < target_delta < 1.0):
+                return True
+            after = self._after(noise_multiplier, sample_rate, count)
+            return not self._bound(*after, float(target_delta), float(target_epsilon)) <= target_epsilon
+        except (TypeError, ValueError, ArithmeticError):
+            return True
+
+    def calibrate_sigma(
+        self, *, target_epsilon: float, target_delta: float, num_rounds: int, sample_rate: float = 1.0
+    ) -> float:
+        epsilon, delta, rate = _check_target(target_epsilon, target_delta, num_rounds, sample_rate)
+
+        def needed(sigma: float) -> float:
+            fresh = type(self)()
+            return fresh._bound(*fresh._after(sigma, rate, num_rounds), delta, epsilon)
+
+        if not needed(MAX_SIGMA) <= epsilon:
+            raise self._infeasible(epsilon, delta, num_rounds, needed)
+        return _smallest(needed, epsilon, self._guess(epsilon, delta, num_rounds))
+
+    def _guess(self, epsilon: float, delta: float, num_rounds: int) -> float:
+        """A sigma that surely suffices without amplification, or near it."""
+        mu = gaussian.mu_for(epsilon, delta)
+        return min(MAX_SIGMA, math.sqrt(num_rounds) / mu * (1.0 + _SLACK)) if mu > 0 else MAX_SIGMA
+
+    def _infeasible(self, epsilon: float, delta: float, rounds: int, needed: Callable[[float], float]) -> ConfigError:
+        least = needed(MAX_SIGMA)
+        most, low = 0, 1
+        if math.isfinite(least):
+            mu = gaussian.mu_for(epsilon, delta)
+            most = int(min(rounds - 1, (mu * MAX_SIGMA) ** 2))
+        advice = f"At this delta and {rounds} rounds epsilon >= {least:.4g} is feasible"
+        advice += f", or at this epsilon about {most} rounds." if most >= low else ", or raise delta."
+        return ConfigError(
+            f"No noise multiplier up to {MAX_SIGMA:g} keeps {rounds} rounds within epsilon={epsilon!r}, "
+            f"delta={delta!r} ({self.name} accountant).",
+            advice,
+            feasible_epsilon=least,
+            feasible_rounds=most,
+        )
+
+    def _after(self, sigma: float, rate: float, count: int) -> tuple[int, _Sampled, bool]:
+        """The history with ``count`` more releases: (mu^2 in units, sampled releases, infinite)."""
+        mu2, infinite = self._mu2, self._infinite
+        sampled = dict(self._sampled)
+        if count:
+            s, q = _positive(sigma), _positive(rate)
+            if s is None or q is None or q > 1.0:
+                infinite = True
+            elif q == 1.0:
+                mu2 += count * _inverse_square(s)
+            else:
+                sampled[s, q] = sampled.get((s, q), 0) + count
+        return mu2, tuple((s, q, n) for (s, q), n in sorted(sampled.items())), infinite
+
+    def _bound(self, mu2: int, sampled: _Sampled, infinite: bool, delta: float, enough: float = 0.0) -> float:
+        if infinite:
+            return math.inf
+        value = self._epsilon(_root(mu2), sampled, delta, enough)
+        return value if value >= 0.0 else math.inf  # False for NaN
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history as JSON values; nothing is lost. :meth:`from_state_dict` restores it."""
+        return {
+            "version": STATE_VERSION,
+            "accountant": self.name,
+            "mu2_units": hex(self._mu2),
+            "sampled": [[sigma, rate, count] for (sigma, rate), count in sorted(self._sampled.items())],
+            "infinite": self._infinite,
+        }
+
+    @classmethod
+    def from_state_dict(cls: type[_Self], state: dict[str, Any]) -> _Self:
+        """Inverse of :meth:`state_dict`.
+
+        Raises:
+            ArtifactError: not such a state, another version or another accountant's.
+        """
+        made = cls()
+        try:
+            version, kind = state["version"], state["accountant"]
+            if version != STATE_VERSION or kind != cls.name:
+                raise ArtifactError(
+                    f"The accountant state is of version {version!r} and kind {kind!r}; this reads version "
+                    f"{STATE_VERSION} of {cls.name!r}.",
+                    "Rebuild it from the ledger.",
+                )
+            if set(state) != {"version", "accountant", "mu2_units", "sampled", "infinite"}:
+                raise ValueError("keys")
+            made._mu2 = int(state["mu2_units"], 16)
+            if made._mu2 < 0 or type(state["infinite"]) is not bool:
+                raise ValueError("range")
+            made._infinite = state["infinite"]
+            for sigma, rate, count in state["sampled"]:
+                if _positive(sigma) is None or _positive(rate) is None or not rate < 1 or type(count) is not int:
+                    raise ValueError("sampled")
+                if count < 1 or (float(sigma), float(rate)) in made._sampled:
+                    raise ValueError("sampled")
+                made._sampled[float(sigma), float(rate)] = count
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError("The accountant state is damaged.", "Rebuild it from the ledger.") from error
+        return made
+
+
+class PRVAccountant(_Composition):
+    """Exact at full participation; otherwise the smallest of the privacy-loss distribution (dp-accounting), Renyi
+    accounting, the exact amplification of a single release, and no amplification at all."""
+
+    name = "prv"
+
+    def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
+        if not sampled:
+            return gaussian.epsilon(mu, delta)
+        best = gaussian.epsilon(_unamplified(mu, sampled), delta)
+        if mu == 0.0 and len(sampled) == 1 and sampled[0][2] == 1:
+            return min(best, _single_sampled(*sampled[0][:2], delta))
+        for bound in (_renyi_sampled, _pld_epsilon):
+            if best <= enough:
+                break
+            value = bound(mu, sampled, delta)
+            if value >= 0.0:
+                best = min(best, value)
+        return best
+
+
+class RDPAccountant(_Composition):
+    """Renyi accounting with the conversion of Canonne, Kamath and Steinke (2020), proposition 12: a few per cent above
+    :class:`PRVAccountant`. At full participation the divergence of order alpha is alpha mu^2 / 2."""
+
+    name = "rdp"
+
+    def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
+        return _renyi_sampled(mu, sampled, delta) if sampled else _renyi_gaussian(mu, delta)
+
+
+_BACKENDS: dict[str, type[_Composition]] = {"prv": PRVAccountant, "rdp": RDPAccountant}
+
+
+def build_accountant(name: str) -> PRVAccountant | RDPAccountant:
+    """A fresh accountant: ``"prv"`` (exact, default) or ``"rdp"``.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if not isinstance(name, str) or name not in _BACKENDS:
+        raise ConfigError(f"privacy.accountant={name!r} is unknown.", f"Use one of {', '.join(_BACKENDS)}.")
+    return _BACKENDS[name]()  # type: ignore[return-value]
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _positive(value: object) -> float | None:
+    """A positive finite float, or None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0.0 < number < math.inf else None
+
+
+def _inverse_square(sigma: float) -> int:
+    """1/sigma^2 in units, rounded up."""
+    top, bottom = sigma.as_integer_ratio()
+    return -(-(bottom * bottom << _UNIT_LOG2) // (top * top))
+
+
+def _root(units: int) -> float:
+    """sqrt(units), rounded up; inf on overflow."""
+    if units == 0:
+        return 0.0
+    shift = max(0, units.bit_length() - 120) & ~1
+    root = math.isqrt(-(-units >> shift)) + 1  # >= 2^59 when it was shifted, so its own rounding up is below 2^-59
+    try:
+        return math.nextafter(math.ldexp(float(root), (shift - _UNIT_LOG2) // 2), math.inf)
+    except OverflowError:
+        return math.inf
+
+
+def _unamplified(mu: float, sampled: _Sampled) -> float:
+    """Sampling never hurts: the same releases at rate 1 bound it from above."""
+    units = sum(count * _inverse_square(sigma) for sigma, _, count in sampled)
+    return math.hypot(mu, _root(units))
+
+
+def _check_count(count: object) -> None:
+    if type(count) is not int or count < 0:
+        raise ContractViolation(f"The number of releases must be an integer >= 0, not {count!r}.")
+
+
+def _check_delta(delta: object) -> float:
+    value = _positive(delta)
+    if value is None or not value < 1.0:
+        raise ConfigError(f"target_delta={delta!r} must lie between 0 and 1.")
+    return value
+
+
+def _check_target(epsilon: object, delta: object, rounds: object, rate: object) -> tuple[float, float, float]:
+    e, d, q = _positive(epsilon), _check_delta(delta), _positive(rate)
+    if e is None:
+        raise ConfigError(
+            f"target_epsilon={epsilon!r} cannot be met.", "Use a positive finite epsilon; any one above 0 is feasible."
+        )
+    if type(rounds) is not int or rounds < 1:
+        raise ConfigError(f"num_rounds={rounds!r} must be an integer of at least 1.")
+    if q is None or q > 1.0:
+        raise ConfigError(f"sample_rate={rate!r} must be above 0 and at most 1.")
+    return e, d, q
+
+
+def _smallest(needed: Callable[[float], float], epsilon: float, start: float) -> float:
+    """Smallest sigma with needed(sigma) <= epsilon, to 1e-6 relative: the result was seen to fit, and a sigma at most
+    9e-7 below it was seen not to."""
+    high, low, factor = start, start * (1.0 - 2 * _SLACK), 1.0 + 1e-3
+    while not needed(high) <= epsilon:
+        low, high, factor = high, min(MAX_SIGMA, high * factor), factor * factor
+    factor = 1.0 - 1e-3
+    while needed(low) <= epsilon:  # the start was not tight (amplification)
+        high, low, factor = low, low * factor, factor * factor
+        if low < 1e-12:
+            return high
+    if high - low <= 8e-7 * high:
+        return high
+
+    def excess(log_sigma: float) -> float:
+        value = needed(math.exp(log_sigma))
+        return 50.0 if value == math.inf else math.log(max(value, epsilon * 1e-20) / epsilon)
+
+    root = math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-7, maxiter=60))
+    step = 2e-7
+    if root * (1.0 + step) < high and needed(root * (1.0 + step)) <= epsilon:
+        high = root * (1.0 + step)
+    if root * (1.0 - step) > low and not needed(root * (1.0 - step)) <= epsilon:
+        low = root * (1.0 - step)
+    while high - low > 8e-7 * high:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if needed(middle) <= epsilon else (middle, high)
+    return high
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+_ORDERS = np.concatenate([1.0 + np.logspace(-6, 0, 300), np.logspace(math.log10(2.0), 9, 900)])
+_COARSE_ORDERS = [
+    1.01,
+    1.05,
+    1.1,
+    1.2,
+    1.35,
+    1.5,
+    1.75,
+    *range(2, 65),
+    72,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    384,
+    512,
+    1024,
+]
+
+
+def _convert(orders: np.ndarray, divergence: np.ndarray, delta: float) -> float:
+    """Epsilon from Renyi divergences, rounded up. Any subset of the orders is sound."""
+    log_delta = math.log(delta)
+    values = divergence + np.log1p(-1.0 / orders) - (log_delta + np.log(orders)) / (orders - 1.0)
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return math.inf
+    return max(0.0, float(finite.min()) * (1.0 + 1e-12) + 1e-12)
+
+
+def _renyi_gaussian(mu: float, delta: float) -> float:
+    if mu == 0.0:
+        return 0.0
+    with np.errstate(over="ignore"):
+        best = 1.0 + math.sqrt(-2.0 * math.log(delta)) / mu  # optimal order of the plain conversion
+        near = 1.0 + (best - 1.0) * np.linspace(0.5, 1.5, 201)
+        orders = np.concatenate([near[near > 1.0], _ORDERS])
+        return _convert(orders, 0.5 * orders * (mu * (1.0 + gaussian.MARGIN)) ** 2, delta)
+
+
+def _renyi_sampled(mu: float, sampled: _Sampled, delta: float) -> float:
+    """Renyi accounting of Poisson-sampled releases by dp-accounting, plus alpha mu^2/2; inf when it fails."""
+    try:
+        from dp_accounting import dp_event
+        from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+        backend = rdp.RdpAccountant(_COARSE_ORDERS)
+        for sigma, rate, count in sampled:
+            backend.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), count)
+        orders = np.asarray(backend._orders, dtype=np.float64)
+        divergence = np.asarray(backend._rdp, dtype=np.float64) * (1.0 + 1e-9) + 0.5 * orders * mu * mu * (1 + 1e-11)
+        divergence = np.where(divergence >= 0, divergence, np.inf)
+        return _convert(orders, divergence, delta)
+    except Exception:  # a bound that could not be computed is no bound
+        return math.inf
+
+
+def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
+    """Privacy-loss distributions of dp-accounting, rounded pessimistically; inf when too large, or on failure."""
+    releases = [*sampled, *([(1.0 / mu, 1.0, 1)] if mu > 0.0 else [])]
+    width = sum(_loss_width(sigma, rate) for sigma, rate, _ in releases)
+    if not width / _PLD_INTERVAL <= _PLD_POINTS:
+        return math.inf
+    try:
+        from dp_accounting.pld import privacy_loss_distribution as pld
+
+        total = None
+        for sigma, rate, count in releases:
+            one = pld.from_gaussian_mechanism(
+                sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
+            )
+            many = one.self_compose(count) if count > 1 else one
+            total = many if total is None else total.compose(many)
+        assert total is not None
+        value = float(total.get_epsilon_for_delta(delta))
+        return value * (1.0 + 1e-9) + 1e-12 if value >= 0.0 else math.inf
+    except Exception:
+        return math.inf
+
+
+def _loss_width(sigma: float, rate: float) -> float:
+    """About the width of the privacy loss of one release, cut at its 10-sigma tails."""
+    largest = 0.5 / sigma**2 + 10.0 / sigma
+    return 2.0 * max(0.0, largest + math.log(rate)) + 20.0 * rate / sigma
+
+
+def _single_sampled(sigma: float, rate: float, delta: float) -> float:
+    """Exact epsilon of one Poisson-sampled release: delta(log(1 + rate (e^x - 1))) = rate * delta_gaussian(x)."""
+    if delta >= rate:
+        return 0.0
+    x = gaussian.epsilon(1.0 / sigma, delta / rate * (1.0 - 1e-14))
+    if x > 500.0:
+        return (x + math.log(rate) + (1.0 - rate) / rate * math.exp(-x)) * (1.0 + 1e-14)
+    return math.log1p(rate * math.expm1(x)) * (1.0 + 1e-14)
+
+
+# --- correlated releases ---------------------------------------------------------------------------------------------
+
+
+def joint_gaussian_mu(cov: ArrayLike, shift: ArrayLike) -> float:
+    """mu of one release of a Gaussian vector whose mean moves by ``shift`` between neighbours: sqrt(m^T Sigma^-1 m).
+
+    Args:
+        cov: covariance, shape (n, n), symmetric positive semi-definite.
+        shift: difference of the means, shape (n,).
+
+    Returns:
+        mu, rounded up; inf when the shift leaves the range of a singular covariance (the neighbours are then told
+        apart with certainty), when that cannot be excluded, or when an entry is not finite. Up to n = 24 a matrix that
+        is positive semi-definite as given is decided in rational arithmetic; a larger one, or one that is so only up to
+        rounding, by eigenvalues, with every doubtful one taken as zero.
+
+    Raises:
+        ConfigError: wrong shapes, not symmetric, or a clearly negative eigenvalue.
+    """
+    try:
+        sigma, m = np.array(cov, dtype=np.float64), np.array(shift, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("The covariance and the shift must be arrays of numbers.") from error
+    if m.ndim != 1 or m.size == 0 or sigma.shape != (m.size, m.size):
+        raise ConfigError(f"Shapes {sigma.shape} and {m.shape} are no covariance and shift.", "Use (n, n) and (n,).")
+    if not (np.isfinite(sigma).all() and np.isfinite(m).all()):
+        return math.inf
+    if not np.array_equal(sigma, sigma.T):
+        if not np.allclose(sigma, sigma.T, rtol=1e-12, atol=0.0):
+            raise ConfigError("The covariance is not symmetric.")
+        sigma = (sigma + sigma.T) / 2
+    if not m.any():
+        return 0.0
+    squared = _exact_square(sigma, m) if m.size <= _EXACT_JOINT else None
+    if squared is None:
+        squared = _eigen_square(sigma, m)
+    return math.nextafter(math.sqrt(squared) * (1.0 + 4e-16), math.inf) if squared < math.inf else math.inf
+
+
+def _exact_square(sigma: np.ndarray, m: np.ndarray) -> float | None:
+    """m^T Sigma^-1 m by rational elimination; inf outside the range; None if Sigma as given is not semi-definite."""
+    n = m.size
+    rows = [[Fraction(float(v)) for v in row] for row in sigma]
+    rest = [Fraction(float(v)) for v in m]
+    total = Fraction(0)
+    outside = False
+    for i in range(n):  # in order: a zero pivot of a semi-definite matrix has a zero row, so nothing is lost
+        pivot = rows[i][i]
+        if pivot < 0 or (pivot == 0 and any(rows[i][j] for j in range(i, n))):
+            return None
+        if pivot == 0:
+            outside = outside or rest[i] != 0
+            continue
+        total += rest[i] * rest[i] / pivot
+        for j in range(i + 1, n):
+            factor = rows[i][j] / pivot
+            if factor:
+                rest[j] -= factor * rest[i]
+                for k in range(j, n):
+                    rows[j][k] -= factor * rows[i][k]  # the upper triangle is enough
+    if outside:
+        return math.inf
+    try:
+        return math.nextafter(float(total), math.inf)
+    except OverflowError:
+        return math.inf
+
+
+def _eigen_square(sigma: np.ndarray, m: np.ndarray) -> float:
+    values, vectors = np.linalg.eigh(sigma)
+    size = float(np.abs(values).max())
+    tolerance = 8.0 * m.size * 2.0**-52
+    if values[0] < -tolerance * size:
+        raise ConfigError(f"The covariance has a negative eigenvalue, {values[0]:.6g}.")
+    parts = vectors.T @ m
+    null = values <= tolerance * size
+    if (np.abs(parts[null]) > tolerance * float(np.linalg.norm(m))).any():
+        return math.inf
+    good = ~null
+    return float(np.sum(parts[good] ** 2 / values[good])) * (1.0 + tolerance)

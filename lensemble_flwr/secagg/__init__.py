@@ -1,0 +1,23 @@
+"""Secure aggregation: ring encoding, masks, secret sharing, and the two sides of the protocol (:mod:`.session`)."""
+
+from __future__ import annotations
+
+from lensemble_flwr.secagg.ring import RingParams, center, decode, encode, from_wire, quantize, to_wire
+from lensemble_flwr.secagg.session import ClientSession, ServerSession, SessionParams, default_threshold
+from lensemble_flwr.secagg.wire import Stage, message_size
+
+__all__ = [
+    "ClientSession",
+    "RingParams",
+    "ServerSession",
+    "SessionParams",
+    "Stage",
+    "center",
+    "decode",
+    "default_threshold",
+    "encode",
+    "from_wire",
+    "message_size",
+    "quantize",
+    "to_wire",
+]

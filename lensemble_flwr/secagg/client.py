@@ -1,0 +1,220 @@
+"""The member's side of a session. See :mod:`.session` for the protocol."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lensemble_flwr.errors import SecureAggregationError
+from lensemble_flwr.secagg import agreement, envelope, masking, shamir, state, transcript, wire
+from lensemble_flwr.secagg.entropy import Entropy, draw
+from lensemble_flwr.secagg.params import SessionParams
+from lensemble_flwr.secagg.ring import Lanes
+from lensemble_flwr.secagg.wire import Stage
+
+_SHARE = shamir.SHARE_BYTES
+
+S = TypeVar("S", state.Fresh, state.Shared, state.Masked)
+
+
+class ClientSession:
+    """One member in one attempt at one round: keys() -> shares() -> masked() -> reveal(), each once, in this order.
+
+    A message that is refused changes nothing and sends nothing. Between two stages the session can move to another
+    process through :meth:`to_bytes` and :meth:`from_bytes`.
+
+    Args:
+        params: the round's public parameters, already judged by the site's own policy.
+        identity: this member's 32 bytes.
+        entropy: source of keys, seeds, coefficients and nonces. Anything but the default is for tests.
+
+    Raises:
+        SecureAggregationError: inconsistent_roster if the identity is not in the roster.
+    """
+
+    def __init__(self, params: SessionParams, identity: bytes, *, entropy: Entropy = os.urandom) -> None:
+        self._bind(params, identity, entropy)
+        self._state: state.State = state.Fresh(bytearray(draw(entropy, 32)), bytearray(draw(entropy, 32)))
+
+    def _bind(self, params: SessionParams, identity: bytes, entropy: Entropy) -> None:
+        self._params, self._identity, self._entropy = params, identity, entropy
+        self._position = params.position(identity)
+
+    def keys(self) -> bytes:
+        """Stage 1: the fresh public keys. Says nothing about the member.
+
+        Raises:
+            SecureAggregationError: wrong_state.
+        """
+        fresh = self._expect(state.Fresh)
+        return wire.pack(Stage.KEYS, self._params.hash, *_public(fresh))
+
+    def shares(self, roster_keys: bytes) -> bytes:
+        """Stage 2: share the self-mask seed and the mask key among U1; the coordinator carries sealed envelopes.
+
+        Args:
+            roster_keys: the coordinator's ROSTER message: U1 and its public keys.
+
+        Raises:
+            SecureAggregationError: inconsistent_roster (another round, or self not in it), key_agreement_failed (own
+                keys altered, a key used twice, not canonical or of small order), below_threshold,
+                below_min_survivors, malformed_message, wrong_state.
+        """
+        fresh, params = self._expect(state.Fresh), self._params
+        u1, body = wire.unpack_with_members(roster_keys, Stage.ROSTER, params.hash, params.n)
+        keys = {j: (pair[:32], pair[32:]) for j, pair in wire.split_evenly(body, u1, wire.KEY_PAIR_BYTES).items()}
+        self._require_self(u1)
+        if keys[self._position] != _public(fresh):
+            raise SecureAggregationError("This member's own keys were altered.", cause="key_agreement_failed")
+        agreement.check_public_keys({self._name(j): pair for j, pair in keys.items()})
+        params.require_enough(len(u1), "sent keys")
+        t1 = transcript.keyed(params.hash, ((params.identity(j), *keys[j]) for j in u1))
+
+        seed = draw(self._entropy, 32)
+        seed_shares = shamir.split(seed, params.threshold, u1, self._random)
+        key_shares = shamir.split(fresh.s_private, params.threshold, u1, self._random)
+        envelopes, envelope_keys, mask_keys = [], {}, {}
+        for j in u1:
+            if j == self._position:
+                continue
+            peer, name = params.identity(j), self._name(j)
+            shared_c = agreement.shared_secret(fresh.c_private, keys[j][0], name)
+            shared_s = agreement.shared_secret(fresh.s_private, keys[j][1], name)
+            outgoing = agreement.envelope_key(t1, shared_c, self._identity, peer)
+            context = envelope.context(t1, self._identity, peer)
+            nonce = self._random(envelope.NONCE_BYTES)
+            envelopes.append(envelope.seal(outgoing, nonce, seed_shares[j], key_shares[j], context))
+            envelope_keys[j] = bytearray(agreement.envelope_key(t1, shared_c, peer, self._identity))
+            mask_keys[j] = bytearray(agreement.pair_mask_key(t1, shared_s, self._identity, peer))
+        self._advance(
+            state.Shared(
+                t1=t1,
+                u1=u1,
+                self_key=bytearray(agreement.self_mask_key(t1, seed)),
+                own_shares=bytearray(seed_shares[self._position] + key_shares[self._position]),
+                envelope_keys=envelope_keys,
+                mask_keys=mask_keys,
+            )
+        )
+        return wire.pack(Stage.SHARES, t1, transcript.commitment(t1, seed), *envelopes)
+
+    def masked(self, envelopes: bytes, q: npt.NDArray[Any], *, out: Lanes | None = None, threads: int = 1) -> Lanes:
+        """Stage 3: the payload under one mask per member of U2 and one of its own.
+
+        One session masks one payload. The vector must not leave before q is recorded at the site: another q under
+        the same masks would give away the difference.
+
+        Args:
+            envelopes: the coordinator's ENVELOPES message: U2 and every other member's envelope. All must open.
+            q: the encoded payload, shape (d,): int64 in -qmax..qmax, or ring lanes. Not altered.
+            out: where to write, lanes of shape (padded,); allocated when None.
+            threads: the result does not depend on it; more than one helps over SEGMENT = 2^20 coordinates.
+
+        Returns:
+            uint16 or uint32 lanes, shape (padded,): `out`.
+
+        Raises:
+            SecureAggregationError: share_decrypt_failed, inconsistent_roster (self not in U2, or U2 not in U1),
+                below_threshold, below_min_survivors, malformed_update (q or out), malformed_message, wrong_state.
+        """
+        shared, params = self._expect(state.Shared), self._params
+        u2, body = wire.unpack_with_members(envelopes, Stage.ENVELOPES, shared.t1, params.n)
+        self._require_self(u2)
+        if not set(u2) <= set(shared.u1):
+            raise _inconsistent("The coordinator names a sender of shares that never sent keys.")
+        params.require_enough(len(u2), "sent shares")
+        peers = [j for j in u2 if j != self._position]
+        pairs = {self._position: bytes(shared.own_shares)}
+        for j, sealed in wire.split_evenly(body, peers, wire.ENVELOPE_BYTES).items():
+            context = envelope.context(shared.t1, params.identity(j), self._identity)
+            pairs[j] = envelope.unseal(shared.envelope_keys[j], sealed, context, self._name(j))
+
+        if out is None:
+            out = np.empty(params.ring.padded, params.ring.lane)
+        plus = [shared.self_key, *(shared.mask_keys[j] for j in peers if j > self._position)]
+        minus = [shared.mask_keys[j] for j in peers if j < self._position]
+        masking.mask(out, q, params.ring, shared.t1, plus, minus, threads)
+        self._advance(state.Masked(shared.t1, {j: bytearray(pairs[j]) for j in u2}))
+        return out
+
+    def reveal(self, survivors: bytes) -> bytes:
+        """Stage 4, once: for each member of U2 one share, of its seed if it survived, of its mask key if not.
+
+        Who dropped out is computed here, as U2 without U3: the coordinator never names it, so it cannot ask for both
+        secrets of anybody. The caller persists "answered (federation, round)" before it calls, and never calls again
+        for this round, whatever the attempt.
+
+        Args:
+            survivors: the coordinator's SURVIVORS message: U3.
+
+        Raises:
+            SecureAggregationError: already_revealed on any call after a successful one; inconsistent_roster (self not
+                in U3, or U3 not in U2), below_threshold, below_min_survivors, malformed_message, wrong_state.
+        """
+        if self._state.phase is state.Phase.REVEALED:
+            raise SecureAggregationError("This member has answered for this round.", cause="already_revealed")
+        held, params = self._expect(state.Masked), self._params
+        u3, _ = wire.unpack_with_members(survivors, Stage.SURVIVORS, held.t1, params.n)
+        self._require_self(u3)
+        if not set(u3) <= set(held.shares):
+            raise _inconsistent("The coordinator names a survivor that never sent shares.")
+        params.require_enough(len(u3), "survived")
+        revealed = [bytes(pair[:_SHARE] if j in u3 else pair[_SHARE:]) for j, pair in held.shares.items()]
+        t1 = held.t1
+        self._advance(state.Closed(state.Phase.REVEALED))
+        return wire.pack(Stage.REVEAL, t1, *revealed)
+
+    def to_bytes(self) -> bytes:
+        """The session as bytes, **secret**: 66 bytes a member (7 KB at n = 100). Says which stages are done."""
+        return state.pack(self._state, self._params, self._identity)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, params: SessionParams, *, entropy: Entropy = os.urandom) -> ClientSession:
+        """Continue a session. `params` are the caller's own and must be those it began with.
+
+        Raises:
+            SecureAggregationError: wrong_state for other parameters, malformed_message for damaged bytes.
+        """
+        session = cls.__new__(cls)
+        session._state, identity = state.parse(data, params)
+        session._bind(params, identity, entropy)
+        return session
+
+    def wipe(self) -> None:
+        """Overwrite all secrets; every later stage is refused. That the session had answered is not forgotten."""
+        if self._state.phase is not state.Phase.REVEALED:
+            self._advance(state.Closed(state.Phase.WIPED))
+
+    def _advance(self, new: state.State) -> None:
+        old, self._state = self._state, new
+        state.wipe(old)
+
+    def _expect(self, kind: type[S]) -> S:
+        if not isinstance(self._state, kind):
+            raise SecureAggregationError(
+                f"The session is past or before this stage (it is {self._state.phase.name.lower()}).",
+                "Stages run once, in order; an interrupted round needs a new attempt.",
+                cause="wrong_state",
+            )
+        return self._state
+
+    def _require_self(self, members: tuple[int, ...]) -> None:
+        if self._position not in members:
+            raise _inconsistent("The coordinator left this member out.")
+
+    def _random(self, count: int) -> bytes:
+        return draw(self._entropy, count)
+
+    def _name(self, position: int) -> str:
+        return self._params.identity(position).hex()
+
+
+def _public(fresh: state.Fresh) -> tuple[bytes, bytes]:
+    return agreement.public_key(fresh.c_private), agreement.public_key(fresh.s_private)
+
+
+def _inconsistent(message: str) -> SecureAggregationError:
+    return SecureAggregationError(message, cause="inconsistent_roster")

@@ -1,0 +1,156 @@
+"""The masked vector: built at a member, added up and opened at the coordinator. Layout: :mod:`.ring`.
+
+All three work segment by segment and in place. None of them builds a mask, or a copy of anything, as long as the
+vector (the opened sum, which is int64, aside).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lensemble_flwr.errors import SecureAggregationError
+from lensemble_flwr.secagg import checksum, keystream
+from lensemble_flwr.secagg.keystream import SEGMENT, Key
+from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_range
+
+_TAIL_SEGMENT = 2**32 - 1  # the tail has a keystream segment of its own
+
+
+def mask(
+    out: Lanes,
+    q: npt.NDArray[Any],
+    ring: RingParams,
+    t1: bytes,
+    plus: Sequence[Key],
+    minus: Sequence[Key],
+    threads: int = 1,
+) -> None:
+    """Write the masked vector of payload q into `out`.
+
+    Args:
+        out: lanes, shape (padded,), overwritten. Zeroed if anything fails, so that no unmasked part of q stays there.
+        q: the encoded payload, shape (d,): signed int64, or ring lanes. Not altered.
+        ring, t1: the round's ring and transcript.
+        plus, minus: keys of the masks to add and to subtract.
+        threads: the result does not depend on it.
+
+    Raises:
+        SecureAggregationError: malformed_update for wrong arrays or a value over the range. No value is in the text.
+    """
+    check_array(q, ring.dimension, (np.dtype("=i8"), ring.lane), "The payload")
+    check_array(out, ring.padded, (ring.lane,), "The output")
+    if not out.flags.writeable or np.may_share_memory(out, q):
+        raise SecureAggregationError("The output must be writable and apart from q.", cause="malformed_update")
+    weights = checksum.weights(t1, ring)
+
+    def one(segment: int) -> int:
+        lanes, payload = _slices(ring, segment)
+        target, values = out[lanes], q[payload]
+        if values.dtype != np.int64:
+            values = center(values, ring)
+        if values.max() > ring.qmax or values.min() < -ring.qmax:
+            raise SecureAggregationError(
+                "The payload has a coordinate over the range of the ring.",
+                "Clamp to qmax before masking.",
+                cause="malformed_update",
+            )
+        target[: ring.sentinels] = 1
+        np.copyto(target[ring.sentinels :], values, casting="unsafe")  # wraps
+        keystream.apply_segment(target, segment, plus, minus)
+        _reduce(target, ring)
+        return checksum.digest_segment(values, segment, weights)
+
+    try:
+        terms = keystream.for_each(one, ring.segments, threads)
+        _write_tail(out, ring, checksum.total(terms) + _tail_mask(ring, plus, minus))
+    except BaseException:
+        out.fill(0)
+        raise
+
+
+def accumulate(total: Lanes, vector: Lanes, ring: RingParams) -> None:
+    """total += vector, in place. Both are checked first, so that a bad vector leaves `total` as it was.
+
+    Raises:
+        SecureAggregationError: malformed_update.
+    """
+    check_array(vector, ring.padded, (ring.lane,), "The masked vector")
+    if ring.bits == 24 and vector.max() >> 24:
+        raise SecureAggregationError("The masked vector has a value outside its ring.", cause="malformed_update")
+    np.add(
+        total[: ring.body], vector[: ring.body], out=total[: ring.body]
+    )  # the upper byte of 24 is cleared at the end
+    _write_tail(total, ring, _read_tail(total, ring) + _read_tail(vector, ring))
+
+
+def unmask(
+    total: Lanes, ring: RingParams, t1: bytes, plus: Sequence[Key], minus: Sequence[Key], count: int, threads: int = 1
+) -> npt.NDArray[np.int64]:
+    """Add `plus` and subtract `minus` from the sum of `count` masked vectors, in place, and verify what appears.
+
+    Verified are the sentinels, the range and the checksum.
+
+    Returns:
+        int64, shape (d,): the sum of the payloads.
+
+    Raises:
+        SecureAggregationError: sum_check_failed.
+    """
+    weights = checksum.weights(t1, ring)
+    opened = np.empty(ring.dimension, np.int64)
+
+    def one(segment: int) -> int:
+        lanes, payload = _slices(ring, segment)
+        target = total[lanes]
+        keystream.apply_segment(target, segment, plus, minus)
+        _reduce(target, ring)
+        if not np.all(target[: ring.sentinels] == count):
+            raise _unbalanced(f"The sentinels of segment {segment} do not count {count} members.")
+        values = opened[payload]
+        values[:] = center(target[ring.sentinels :], ring)
+        check_range(values, count * ring.qmax)
+        return checksum.digest_segment(values, segment, weights)
+
+    terms = keystream.for_each(one, ring.segments, threads)
+    claimed = _read_tail(total, ring) + _tail_mask(ring, plus, minus)
+    if not checksum.matches(claimed % (1 << ring.tail_bits), terms):
+        raise _unbalanced("The checksum of the sum is not the sum of the checksums.")
+    return opened
+
+
+def _unbalanced(message: str) -> SecureAggregationError:
+    return SecureAggregationError(
+        message, "A mask did not cancel or a vector was altered; discard the round.", cause="sum_check_failed"
+    )
+
+
+def _slices(ring: RingParams, segment: int) -> tuple[slice, slice]:
+    """Lanes of a segment in the masked vector, and its coordinates in the payload."""
+    first = segment * SEGMENT
+    last = min(first + SEGMENT, ring.body)
+    return slice(first, last), slice(first - segment * ring.sentinels, last - (segment + 1) * ring.sentinels)
+
+
+def _reduce(lanes: Lanes, ring: RingParams) -> None:
+    if ring.bits == 24:
+        np.bitwise_and(lanes, lanes.dtype.type(0xFFFFFF), out=lanes)
+
+
+def _tail_mask(ring: RingParams, plus: Sequence[Key], minus: Sequence[Key]) -> int:
+    def one(key: Key) -> int:
+        return int.from_bytes(keystream.stream(key, _TAIL_SEGMENT, ring.tail_bits // 8), "little")
+
+    return sum(map(one, plus)) - sum(map(one, minus))
+
+
+def _read_tail(vector: Lanes, ring: RingParams) -> int:
+    return sum(int(lane) << (index * ring.bits) for index, lane in enumerate(vector[ring.body :]))
+
+
+def _write_tail(vector: Lanes, ring: RingParams, value: int) -> None:
+    for index in range(ring.tail_lanes):
+        vector[ring.body + index] = value >> (index * ring.bits) & ((1 << ring.bits) - 1)

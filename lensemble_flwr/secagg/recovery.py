@@ -1,0 +1,43 @@
+"""Reconstruction of a secret that can be checked, from shares some of which may be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from lensemble_flwr.errors import SecureAggregationError
+from lensemble_flwr.secagg import shamir
+
+
+def recover(
+    shares: Mapping[int, bytes], threshold: int, genuine: Callable[[bytes], bool], culprits: set[int]
+) -> bytes | None:
+    """The secret for which `genuine` holds, or None if no subset that is tried gives it.
+
+    The first try takes the lowest points that are not under suspicion and is the only one in an honest round. After a
+    failure every run of `threshold` neighbours on the circle of points is tried, which finds a set free of wrong
+    shares whenever one member is bad and there is a share to spare (and often when more are). A genuine secret fixes
+    the polynomial; whoever's share is not on it is added to `culprits`.
+
+    Args:
+        shares: {point: share}, at least `threshold`.
+        threshold: t.
+        genuine: compares a candidate with what was published about the secret.
+        culprits: points known to be bad; extended.
+    """
+    points = sorted(shares, key=lambda x: (x in culprits, x))
+    for attempt, subset in enumerate(_runs(points, threshold)):
+        chosen = {x: shares[x] for x in subset}
+        try:
+            secret = shamir.combine(chosen)
+        except SecureAggregationError:  # the interpolated value is no 32-byte string: some share is wrong
+            continue
+        if genuine(secret):
+            if attempt:
+                culprits |= {x for x in points if shamir.interpolate(chosen, x) != shamir.parse(shares[x])}
+            return secret
+    return None
+
+
+def _runs(points: list[int], length: int) -> Iterator[list[int]]:
+    count = len(points) if length < len(points) else 1
+    return ((points[start:] + points[:start])[:length] for start in range(count))

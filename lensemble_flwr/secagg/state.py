@@ -1,0 +1,187 @@
+"""What a member remembers between two messages, and its bytes.
+
+Every stage keeps only what later stages need, so that a stolen state opens as little as possible:
+
+    Fresh     both private keys
+    Shared    the self-mask key, the key of each pair's mask and incoming envelope, its own two shares;
+              the private keys and the seed are gone
+    Masked    a pair of shares for every member of U2; no key that opens a mask is left
+    Closed    nothing: revealed, or wiped
+
+The bytes are: "LSAS" || version || phase || T0 || identity || body || SHA-256 of all this. The hash finds damage, not
+forgery: whoever can write the state of a member owns that member. They hold secrets and must be kept where only the
+participant reads. An older state is as good as a newer one to this code, so the caller must not run a stage twice: it
+masks one payload per session and persists "answered" before it reveals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lensemble_flwr.errors import SecureAggregationError
+from lensemble_flwr.secagg import wire
+from lensemble_flwr.secagg.params import IDENTITY_BYTES, SessionParams
+from lensemble_flwr.secagg.transcript import VERSION
+
+_MAGIC = b"LSAS"
+_HASH = wire.HASH_BYTES
+_KEY = 32
+_PAIR = wire.SHARE_PAIR_BYTES
+
+
+class Phase(IntEnum):
+    """What happened last."""
+
+    FRESH = 0
+    SHARED = 1
+    MASKED = 2
+    REVEALED = 3
+    WIPED = 4
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Private keys of the envelopes (c) and of the masks (s)."""
+
+    c_private: bytearray
+    s_private: bytearray
+    phase = Phase.FRESH
+
+    def secrets(self) -> Iterator[bytearray]:
+        yield from (self.c_private, self.s_private)
+
+    def body(self, params: SessionParams) -> bytes:
+        return bytes(self.c_private + self.s_private)
+
+    @classmethod
+    def parse(cls, body: bytes, params: SessionParams, position: int) -> Fresh:
+        _expect(body, 2 * _KEY)
+        return cls(bytearray(body[:_KEY]), bytearray(body[_KEY:]))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Keys of the masks and of the envelopes to come. The dictionaries are keyed by position, without one's own."""
+
+    t1: bytes
+    u1: tuple[int, ...]
+    self_key: bytearray
+    own_shares: bytearray
+    envelope_keys: dict[int, bytearray]
+    mask_keys: dict[int, bytearray]
+    phase = Phase.SHARED
+
+    def secrets(self) -> Iterator[bytearray]:
+        yield from (self.self_key, self.own_shares, *self.envelope_keys.values(), *self.mask_keys.values())
+
+    def body(self, params: SessionParams) -> bytes:
+        peers = b"".join(bytes(self.envelope_keys[j] + self.mask_keys[j]) for j in self.u1 if j in self.mask_keys)
+        return self.t1 + wire.pack_members(self.u1, params.n) + bytes(self.self_key + self.own_shares) + peers
+
+    @classmethod
+    def parse(cls, body: bytes, params: SessionParams, position: int) -> Shared:
+        t1, u1, rest = _parse_members(body, params, position)
+        peers = [j for j in u1 if j != position]
+        _expect(rest, _KEY + _PAIR + 2 * _KEY * len(peers))
+        own = bytearray(rest[_KEY : _KEY + _PAIR])
+        keys = wire.split_evenly(rest[_KEY + _PAIR :], peers, 2 * _KEY)
+        return cls(
+            t1,
+            u1,
+            bytearray(rest[:_KEY]),
+            own,
+            {j: bytearray(pair[:_KEY]) for j, pair in keys.items()},
+            {j: bytearray(pair[_KEY:]) for j, pair in keys.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Masked:
+    """For every member of U2, its seed share and its key share. At most one of the two ever leaves."""
+
+    t1: bytes
+    shares: dict[int, bytearray]
+    phase = Phase.MASKED
+
+    def secrets(self) -> Iterator[bytearray]:
+        yield from self.shares.values()
+
+    def body(self, params: SessionParams) -> bytes:
+        return self.t1 + wire.pack_members(self.shares, params.n) + b"".join(map(bytes, self.shares.values()))
+
+    @classmethod
+    def parse(cls, body: bytes, params: SessionParams, position: int) -> Masked:
+        t1, u2, rest = _parse_members(body, params, position)
+        _expect(rest, _PAIR * len(u2))
+        return cls(t1, {j: bytearray(pair) for j, pair in wire.split_evenly(rest, u2, _PAIR).items()})
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Nothing is left; `phase` says why."""
+
+    phase: Phase
+
+    def secrets(self) -> Iterator[bytearray]:
+        return iter(())
+
+    def body(self, params: SessionParams) -> bytes:
+        return b""
+
+
+State = Fresh | Shared | Masked | Closed
+
+
+def wipe(state: State) -> None:
+    """Overwrite the secrets. Best effort: Python and the cipher library may have made copies that nobody can reach."""
+    for secret in state.secrets():
+        secret[:] = bytes(len(secret))
+
+
+def pack(state: State, params: SessionParams, identity: bytes) -> bytes:
+    head = _MAGIC + bytes([VERSION, state.phase]) + params.hash + identity
+    blob = head + state.body(params)
+    return blob + hashlib.sha256(blob).digest()
+
+
+def parse(data: object, params: SessionParams) -> tuple[State, bytes]:
+    """(state, identity) from :func:`pack`'s bytes.
+
+    Raises:
+        SecureAggregationError: malformed_message for damaged bytes, wrong_state if they belong to other parameters,
+            inconsistent_roster if their identity is not in the roster.
+    """
+    head = len(_MAGIC) + 2
+    body = head + _HASH + IDENTITY_BYTES
+    raw = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else b""
+    blob, mark = raw[:-_HASH], raw[-_HASH:]
+    if len(blob) < body or not blob.startswith(_MAGIC + bytes([VERSION])) or hashlib.sha256(blob).digest() != mark:
+        raise wire.malformed("The saved session is damaged or of another version.")
+    if blob[head : head + _HASH] != params.hash:
+        raise SecureAggregationError("The saved session is bound to other parameters.", cause="wrong_state")
+    identity = blob[head + _HASH : body]
+    position = params.position(identity)
+    phase = blob[len(_MAGIC) + 1]
+    for kind in (Fresh, Shared, Masked):
+        if kind.phase == phase:
+            return kind.parse(blob[body:], params, position), identity
+    if phase not in (Phase.REVEALED, Phase.WIPED):
+        raise wire.malformed(f"The saved session is in an unknown phase {phase}.")
+    _expect(blob[body:], 0)
+    return Closed(Phase(phase)), identity
+
+
+def _parse_members(body: bytes, params: SessionParams, position: int) -> tuple[bytes, tuple[int, ...], bytes]:
+    bitmap = -(-params.n // 8)
+    members = wire.parse_members(body[_HASH : _HASH + bitmap], params.n)
+    if position not in members:
+        raise wire.malformed("The saved session does not hold its own member.")
+    return body[:_HASH], members, body[_HASH + bitmap :]
+
+
+def _expect(body: bytes, size: int) -> None:
+    if len(body) != size:
+        raise wire.malformed(f"The saved session has {len(body)} bytes where {size} are due.")

@@ -1,0 +1,113 @@
+"""Flower ServerApp: compose the configuration, build the strategy, run, leave the artifacts.
+
+Every failure ends in an error whose text starts with its code, because that is all of it that Flower keeps
+(``sys.exit`` would count as success in a simulation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.logger import log
+
+from lensemble_flwr.config import Config, config_hash, load_config, split_overrides
+from lensemble_flwr.errors import ArtifactError, ConfigError, LensembleError
+from lensemble_flwr.federation.claim_inputs import claim_rows
+from lensemble_flwr.federation.manifest import RunManifest, new_manifest
+from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.federation.task import build_task
+from lensemble_flwr.home import output_folder, sites_folder
+from strategies import SecureDiLoCo
+from strategies.grid_transport import GridTransport
+
+app = ServerApp()
+
+EVENT_PREFIX = "LENSEMBLE|"
+"""Log lines that `lensemble run` turns into its table start with this and go on in JSON."""
+
+
+def emit(name: str, fields: dict[str, Any]) -> None:
+    """One event line in Flower's log (public values only)."""
+    log(INFO, "%s%s", EVENT_PREFIX, json.dumps({"event": name, **fields}))
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one federation."""
+    try:
+        _run(grid, context)
+    except LensembleError as error:
+        emit("error", {"code": error.code, "text": str(error)})
+        raise
+    except OSError as error:
+        failure = ArtifactError(f"A file operation failed: {error}.", "Check free space and permissions, then resume.")
+        emit("error", {"code": failure.code, "text": str(failure)})
+        raise failure from error
+
+
+def _run(grid: Grid, context: Context) -> None:
+    overrides, resume = str(context.run_config["overrides"]), str(context.run_config["resume"])
+    simulation = GridTransport(grid).simulation
+    if resume:
+        folder = RunFolder.open(Path(resume))
+        config = load_config(folder.federation["overrides"])
+        folder = RunFolder.open(Path(resume), config_hash(config))
+    else:
+        config = load_config(split_overrides(overrides))
+        _check_runtime(config, simulation)
+        folder = RunFolder.create(output_folder(config, context.run_id), config_hash(config), config.overrides)
+    _check_runtime(config, simulation)
+    sites = str(sites_folder(config, folder.path.name)) if simulation else ""
+    emit("run", {"output_dir": str(folder.path), "experiment": config.experiment, "rounds": config.diloco.rounds})
+
+    task = build_task(config)
+    task.prepare(lambda what, done, total: emit("progress", {"what": what, "done": done, "total": total}))
+    plan = make_plan(config, config.federation.participants, task.dimension)
+    rows, grade, why_not = claim_rows(config, plan, simulation)
+    manifest = new_manifest(
+        federation_id=folder.federation_id,
+        config=config,
+        plan=plan,
+        claims=rows,
+        claim_grade=grade,
+        why_not=why_not,
+        base_hash=task.base_hash,
+        probe_hash=task.probe_hash,
+        simulation=simulation,
+        sites_dir=sites,
+    )
+    manifest.write(folder.path)
+
+    def on_event(name: str, fields: dict[str, Any]) -> None:
+        nonlocal manifest
+        if name == "joined":
+            manifest = dataclasses.replace(manifest, dataset_roots=fields["dataset_roots"])
+            manifest.write(folder.path)
+            fields = {"participants": fields["participants"]}
+        emit(name, fields)
+
+    try:
+        SecureDiLoCo(config, task, folder, on_event).start(grid)
+    except LensembleError as error:
+        _finish(manifest, folder, error.code, str(error))
+        raise
+    _finish(manifest, folder, "completed", "")
+    emit("done", {"output_dir": str(folder.path)})
+
+
+def _finish(manifest: RunManifest, folder: RunFolder, status: str, detail: str) -> None:
+    dataclasses.replace(manifest, status=status, detail=detail).write(folder.path)
+
+
+def _check_runtime(config: Config, simulation: bool) -> None:
+    if config.privacy.entropy == "replay" and not simulation:
+        raise ConfigError(
+            "privacy.entropy=replay (seeded noise) exists only in a simulation.", "Use privacy.entropy=csprng."
+        )

@@ -1,0 +1,92 @@
+"""Messages over Flower's grid: one exchange is one ``send_and_receive``.
+
+Replies are matched by ``reply_to_message_id``: an error reply about a lost node names the SuperLink as its sender.
+A node that does not answer within the time is simply absent; its message dies with the same ttl, so that it cannot
+spend budget afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from clients.egress import ARRAYS, FIELDS
+from lensemble_flwr.federation.coordinator import Reply
+from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal
+
+
+class GridTransport:
+    """:class:`lensemble_flwr.federation.coordinator.Transport` over a Flower grid."""
+
+    def __init__(self, grid: Grid, group: str = "") -> None:
+        self._grid = grid
+        self._group = group
+
+    @property
+    def simulation(self) -> bool:
+        """Whether this is Flower's in-memory simulation grid (detected, never configured)."""
+        return any(cls.__name__ == "InMemoryGrid" for cls in inspect.getmro(type(self._grid)))
+
+    def nodes(self) -> list[int]:
+        return sorted(self._grid.get_node_ids())
+
+    def exchange(self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float) -> dict[int, Reply]:
+        if not requests:
+            return {}
+        vectors: dict[int, ArrayRecord] = {}  # the same theta goes to everyone: serialise it once
+        messages = []
+        for node, fields in requests.items():
+            content = RecordDict({FIELDS: ConfigRecord({k: v for k, v in fields.items() if k != VECTOR})})
+            if VECTOR in fields:
+                vector = fields[VECTOR]
+                if id(vector) not in vectors:
+                    vectors[id(vector)] = ArrayRecord({VECTOR: Array(vector)})
+                content[ARRAYS] = vectors[id(vector)]
+            messages.append(Message(content, message_type=stage, dst_node_id=node, group_id=self._group, ttl=timeout))
+        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+        answers: dict[int, Reply] = {}
+        for reply in replies:
+            asked = node_of.get(reply.metadata.reply_to_message_id)
+            if asked is None or reply.has_error():
+                continue  # a crashed or lost node is a dropout, whatever its error says
+            parsed = parse_reply(reply.content)
+            if parsed is not None:
+                answers[asked] = parsed
+        return answers
+
+
+def parse_reply(content: RecordDict) -> Reply | None:
+    """A reply's body and vector, or its refusal; None for anything else (the sender counts as dropped out)."""
+    fields = content.config_records.get(FIELDS)
+    if fields is None:
+        return None
+    if REFUSAL in fields:
+        code = fields[REFUSAL]
+        return Reply(refusal=Refusal(code)) if code in tuple(Refusal) else None
+    body = fields.get(BODY)
+    if not isinstance(body, bytes):
+        return None
+    return Reply(body=body, vector=read_vector(content))
+
+
+def read_vector(content: RecordDict, max_bytes: int | None = None) -> np.ndarray | None:
+    """The flat vector of a message, or None. Sizes are compared before the bytes are parsed."""
+    record = content.array_records.get(ARRAYS)
+    if record is None or list(record) != [VECTOR]:
+        return None
+    array = record[VECTOR]
+    if len(array.shape) != 1 or array.dtype not in ("float32", "uint8", "uint16", "uint32"):
+        return None
+    if max_bytes is not None and len(array.data) > max_bytes + 4096:
+        return None
+    try:
+        value = array.numpy()
+    except (ValueError, EOFError, OSError):
+        return None
+    return value if value.ndim == 1 else None

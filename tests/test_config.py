@@ -1,0 +1,82 @@
+"""Composing and validating configurations: every mistake is one clear line, nothing is half accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from lensemble_flwr.config import config_hash, join_overrides, load_config, resolved, split_overrides
+from lensemble_flwr.errors import ConfigError
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "silos", "linear"])
+def test_every_experiment_composes(experiment: str) -> None:
+    assert load_config(f"experiment={experiment}").experiment == experiment
+
+
+def test_default_is_quickstart() -> None:
+    assert load_config() == load_config("experiment=quickstart")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("foo=1", "Unknown key 'foo'"),
+        ("diloco.round=3", "Did you mean diloco.rounds?"),
+        ("experiment=zz", "Choose one of: linear, quickstart, silos"),
+        ("diloco.rounds=x", "whole number"),
+        ("diloco.rounds=1.5", "whole number"),
+        ("diloco.rounds=true", "whole number"),
+        ("diloco.rounds=0", "at least 1"),
+        ("privacy.noise_multiplier=-1", "positive finite"),
+        ("privacy.noise_multiplier=nan", "finite"),
+        ("privacy.clip_norm=inf", "finite"),
+        ("privacy.target_delta=0.1", "1/participants"),
+        ("privacy.claim=[everyone]", "unknown"),
+        ("privacy.claim=3", "must be a list"),
+        ("secagg.enabled=false", "no path on which an individual update"),
+        ("secagg.assumed_colluders=0", "at least 1"),
+        ("experiment=linear secagg.threshold=2", "unsafe or impossible"),
+        ("experiment=linear federation.participants=2 federation.min_participants=2", "cannot hide from each other"),
+        ("experiment=linear secagg.min_survivors=4", "below secagg.min_survivors"),
+        ("gauge.coordinator_alignment=true", "INV-ALIGN-BEFORE-RELEASE"),
+        ("+diloco.extra=1", "adds, removes"),
+        ("~diloco", "key=value|adds, removes"),
+        ("seed=${oc.env:HOME}", "interpolation"),
+        ("hydra.run.dir=x", "adds, removes"),
+        ("seed=-1", ">= 0"),
+        ("seed", "key=value"),
+        ("diloco.rounds=[1", "cannot be read"),
+        ("task=nothing", "Choose one of"),
+    ],
+)
+def test_mistakes_are_one_clear_line(overrides: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_config(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_unbalanced_quotes() -> None:
+    with pytest.raises(ConfigError, match="quotes"):
+        load_config("seed='1")
+
+
+def test_overrides_round_trip() -> None:
+    parts = ["a=1", "b=x y", "c=[1,2]"]
+    assert split_overrides(join_overrides(parts)) == parts
+
+
+def test_hash_names_what_is_computed_not_where() -> None:
+    base = load_config("experiment=linear")
+    assert config_hash(base) == config_hash(load_config("experiment=linear output_dir=/x federation.sites_dir=/y"))
+    assert config_hash(base) != config_hash(load_config("experiment=linear seed=1"))
+    assert "overrides" not in resolved(base)
+
+
+def test_two_parties_need_consent_and_the_local_guarantee() -> None:
+    two = (
+        "experiment=linear privacy=local federation.participants=2 federation.min_participants=2 "
+        "secagg.min_survivors=2 secagg.allow_two_party=true"
+    )
+    assert load_config(two).secagg.allow_two_party
+    with pytest.raises(ConfigError, match="more than two"):
+        load_config(two + " privacy.guarantee=central")
