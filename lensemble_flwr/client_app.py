@@ -6,11 +6,13 @@ Handlers return an Outgoing and what public values say it must look like; the mo
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import cast
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 from clients.egress import FIELDS, egress
 from clients.participant import ContextMemory, Participant
@@ -20,10 +22,10 @@ from lensemble_flwr.federation.dispatch import Handled, handle, most_vector_byte
 from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.run_folder import RunFolder
-from lensemble_flwr.federation.site import Site, creation_lock
+from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Task, build_task
 from lensemble_flwr.federation.wire import Refusal, Stage, refused
-from lensemble_flwr.home import sites_folder
+from lensemble_flwr.home import cache_lock, sites_folder
 from strategies.grid_transport import read_vector
 
 app = ClientApp(mods=[egress])
@@ -64,7 +66,7 @@ def _site(context: Context, config: Config, simulation: bool) -> Site:
     name = Path(str(context.run_config["resume"]) or config.output_dir or f"run-{context.run_id}").name
     folder = sites_folder(config, name) / f"site-{int(context.node_config['partition-id']):04d}"
     if not Site.exists(folder):
-        with creation_lock(folder):
+        with cache_lock(folder):
             if not Site.exists(folder):
                 return Site.create(folder, simulated_policy(config))
     return Site(folder)
@@ -90,37 +92,13 @@ def _handle(stage: str, message: Message, context: Context) -> Handled:
     return handle(stage, dict(record), vector, participant, train=Participant(participant).masked_update)
 
 
-@app.query("join")
-def join(message: Message, context: Context) -> Handled:
-    """JoinRequest -> identity, protocol version, dataset root."""
-    return _handle(Stage.JOIN, message, context)
+def _route() -> None:
+    """Every message type of the protocol goes to :func:`_handle`; Flower refuses any other."""
+    for stage in Stage.ALL:
+        category, action = stage.split(".")
+        register = app.train(action) if category == "train" else app.query(action)
+        # The egress mod, outermost, turns what the handler returns into a Message.
+        register(cast(ClientAppCallable, partial(_handle, stage)))
 
 
-@app.query("open_round")
-def open_round(message: Message, context: Context) -> Handled:
-    """RoundOpen (and the RoundClose before it) -> fresh public keys."""
-    return _handle(Stage.OPEN, message, context)
-
-
-@app.query("share_keys")
-def share_keys(message: Message, context: Context) -> Handled:
-    """Everybody's public keys -> encrypted shares of both mask seeds."""
-    return _handle(Stage.SHARE, message, context)
-
-
-@app.train("masked_update")
-def masked_update(message: Message, context: Context) -> Handled:
-    """theta and envelopes -> masked update and dataset root."""
-    return _handle(Stage.TRAIN, message, context)
-
-
-@app.query("unmask")
-def unmask(message: Message, context: Context) -> Handled:
-    """Survivors -> one share per peer, once per round for ever."""
-    return _handle(Stage.UNMASK, message, context)
-
-
-@app.query("close_round")
-def close_round(message: Message, context: Context) -> Handled:
-    """RoundClose with the final model -> acknowledgement."""
-    return _handle(Stage.CLOSE, message, context)
+_route()

@@ -186,12 +186,13 @@ class GaugeConfig:
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The participant's H local steps. ``batch_size`` 0 means full batch."""
+    """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head."""
 
     optimizer: str
     lr: float
     weight_decay: float
     batch_size: int
+    head_lr: float
     device: str
     reset_optimizer: bool
     deterministic: bool
@@ -199,6 +200,7 @@ class InnerConfig:
     def __post_init__(self) -> None:
         _one_of("inner.optimizer", self.optimizer, ("adamw", "sgd"))
         _positive("inner.lr", self.lr)
+        _require(self.head_lr >= 0, f"inner.head_lr must be >= 0 (0: the head stays), not {self.head_lr}.")
         _require(self.weight_decay >= 0, f"inner.weight_decay must be >= 0, not {self.weight_decay}.")
         _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
@@ -214,11 +216,13 @@ class ModelConfig:
     width: int
     depth: int
     heads: int
+    mlp_ratio: float
+    projector_width: int
     latent_dim: int
     predictor_width: int
     predictor_depth: int
     action_embed_dim: int
-    adapter_features: int
+    adapter_rank: int
 
 
 @dataclass(frozen=True)

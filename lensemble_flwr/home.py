@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lensemble_flwr.config import Config
@@ -23,6 +26,15 @@ def home() -> Path:
             f"The folder {path} cannot be created: {error.strerror}.", "Set LENSEMBLE_HOME to a folder you can write."
         ) from error
     return path
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """One process makes a cached file; others wait and then find it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def output_folder(config: Config, run_id: int) -> Path:

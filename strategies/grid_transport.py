@@ -68,7 +68,7 @@ def parse_reply(content: RecordDict) -> Reply | None:
         return None
     if REFUSAL in fields:
         code = fields[REFUSAL]
-        return Reply(refusal=Refusal(code)) if code in tuple(Refusal) else None
+        return Reply(refusal=Refusal(code)) if type(code) is int and code in tuple(Refusal) else None
     body = fields.get(BODY)
     if not isinstance(body, bytes):
         return None

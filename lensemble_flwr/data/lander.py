@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -350,6 +351,9 @@ def _world_size() -> tuple[float, float]:
     return lunar_lander.VIEWPORT_W / lunar_lander.SCALE, lunar_lander.VIEWPORT_H / lunar_lander.SCALE
 
 
+_simulating = threading.Lock()  # the crafts are shared: one thread at a time flies them
+
+
 @lru_cache(maxsize=2)
 def _craft(body: str) -> _Craft:
     return _Craft(body)
@@ -364,15 +368,19 @@ def simulate(spec: LanderSpec, shard: Shard, episode: int) -> Episode:
         ArtifactError: the simulator is not installed.
         DataError: no attempt stayed in view (too many frames for this gravity, or too much wind).
     """
-    craft, world = _craft(shard.body), world_of(spec, shard, episode)
-    for attempt in range(MAX_ATTEMPTS):
-        rng = np.random.default_rng(seed_of(spec, "flight", shard.split, shard.body, shard.index, episode, attempt))
-        flight = _fly(craft, spec, world, rng)
-        if flight is not None:
-            frames, actions, states = flight
-            meta: dict[str, MetaValue] = {"split": shard.split, "index": shard.index, "episode": episode}
-            meta |= {"attempt": attempt, "gravity": world.gravity, "wind": world.wind, "turbulence": world.turbulence}
-            return Episode(frames, actions, states, shard.body, meta)
+    world = world_of(spec, shard, episode)
+    with _simulating:
+        craft = _craft(shard.body)
+        for attempt in range(MAX_ATTEMPTS):
+            seed = seed_of(spec, "flight", shard.split, shard.body, shard.index, episode, attempt)
+            flight = _fly(craft, spec, world, np.random.default_rng(seed))
+            if flight is not None:
+                break
+    if flight is not None:
+        frames, actions, states = flight
+        meta: dict[str, MetaValue] = {"split": shard.split, "index": shard.index, "episode": episode}
+        meta |= {"attempt": attempt, "gravity": world.gravity, "wind": world.wind, "turbulence": world.turbulence}
+        return Episode(frames, actions, states, shard.body, meta)
     raise DataError(
         f"no flight of {spec.frames} frames stayed in view under gravity {world.gravity:.2f}, wind {world.wind:.1f} "
         f"({MAX_ATTEMPTS} attempts).",

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lensemble_flwr.data._files import write_atomic
 from lensemble_flwr.data.episodes import MAX_SIDE, MIN_SIDE, EpisodeSource, episode_hash
 from lensemble_flwr.errors import ArtifactError, ProbeError
 
@@ -135,16 +136,10 @@ def save_probe(probe: Probe, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     arrays = {"frames": np.ascontiguousarray(probe.frames), "episodes": np.ascontiguousarray(probe.episodes)}
     raw = save(arrays, metadata={"format": _FORMAT})
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        write_atomic(target, raw)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ArtifactError(f"cannot write the probe {target}: {error.strerror}.", "Check space and rights.") from error
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.data import _lander_worker as worker
+from lensemble_flwr.data._files import write_atomic
 from lensemble_flwr.data.episodes import (
     STATE_DIM,
     ActionSpec,
@@ -274,7 +275,7 @@ def _store_shard(
         )
     raw = _pack(columns)
     with _as_artifact_error(directory):
-        _write_atomic(directory / f"{shard.name}.npz", raw)
+        write_atomic(directory / f"{shard.name}.npz", raw)
         entries[shard.name] = {
             "sha256": hashlib.sha256(raw).hexdigest(),
             "bytes": len(raw),
@@ -283,7 +284,7 @@ def _store_shard(
         }
         manifest = {"format": _FORMAT, "generator": GENERATOR_VERSION, "key": spec.key(), "spec": spec.to_dict()}
         text = json.dumps({**manifest, "shards": dict(sorted(entries.items()))}, indent=1)
-        _write_atomic(directory / "manifest.json", text.encode())
+        write_atomic(directory / "manifest.json", text.encode())
 
 
 def _inline(spec: LanderSpec, tasks: Sequence[tuple[Shard, int, int]]) -> Results:
@@ -475,20 +476,6 @@ def _pack(columns: dict[str, NDArray]) -> bytes:
             np.lib.format.write_array(part, np.ascontiguousarray(array), allow_pickle=False)
             archive.writestr(entry, part.getbuffer(), compresslevel=1)
     return buffer.getvalue()
-
-
-def _write_atomic(path: Path, raw: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def outer_step(
     """
     if not (params.ndim == 1 and params.shape == momentum.shape == mean_delta.shape):
         raise ContractViolation(
-            f"params {params.shape}, momentum {momentum.shape} and mean_delta {mean_delta.shape} must be equal and flat."
+            f"params {params.shape}, momentum {momentum.shape}, mean_delta {mean_delta.shape} must be equal and flat."
         )
     if any(a.dtype.kind != "f" for a in (params, momentum, mean_delta)):
         raise ContractViolation("params, momentum and mean_delta must be of a float dtype.")

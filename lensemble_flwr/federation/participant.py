@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lensemble_flwr.config import Config, config_hash
-from lensemble_flwr.data.commitment import merkle_root
+from lensemble_flwr.data import commitment
 from lensemble_flwr.errors import ContractViolation, PrivacyBudgetExceeded
 from lensemble_flwr.federation.plan import opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
@@ -77,7 +77,7 @@ class SiteParticipant:
 
     def dataset_root(self, federation_id: bytes) -> bytes:
         """Salted Merkle root over the local episodes (decision 21)."""
-        return merkle_root(self.task.episode_hashes(self.partition), self.site.dataset_salt(federation_id))
+        return commitment.root(self.task.episode_hashes(self.partition), self.site.dataset_salt(federation_id))
 
     # ------------------------------------------------------------------ stage 1: RoundOpen -> fresh keys
 
@@ -239,7 +239,7 @@ class SiteParticipant:
 
     def unmask(self, body: bytes) -> Outgoing:
         """Answer once per round, for ever: the latch is on disk before the answer exists."""
-        opened, attempt, session = self._recall()
+        opened, _, session = self._recall()
         self.site.answer_once(opened.federation_id, opened.round)
         try:
             reply = session.reveal(body)

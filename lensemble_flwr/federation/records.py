@@ -84,7 +84,7 @@ class RoundOpen(Record):
 
 @dataclass(frozen=True)
 class RoundClose(Record):
-    """How round ``round`` ended: the committed model's hash (unchanged if not committed), the sum's hash, who was in."""
+    """How a round ended: hash of the model after it (unchanged if not committed), hash of the sum, who was in it."""
 
     MAGIC: ClassVar[bytes] = b"LRC1"
 

@@ -13,13 +13,10 @@ site.log         the site's own log; never sent anywhere
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -31,15 +28,6 @@ from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.privacy.ledger import PrivacyLedger
-
-
-@contextmanager
-def creation_lock(folder: Path) -> Iterator[None]:
-    """Two processes that meet a simulated site for the first time make it once."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 class Site:

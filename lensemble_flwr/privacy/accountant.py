@@ -1,10 +1,11 @@
 """Accountants: how much privacy a list of Gaussian releases has spent (seed RFC-0012, section 3).
 
-Neighbours are zero-out: one participant's clipped update is replaced by zero in every round (sensitivity C, add/remove).
-At full participation (``sample_rate = 1``) the composed Gaussian is exact and one number suffices, mu^2 = sum 1/sigma^2.
-It is kept as an integer in units of 2^-200, each term rounded up, so it depends neither on the order nor on the grouping
-of the rounds. ``sample_rate < 1`` means Poisson sampling by a secret coin of the participant itself that nobody ever
-sees; an observed frequency or a dropout is not that. There, several sound bounds are computed and the smallest counts.
+Neighbours are zero-out: one participant's clipped update is replaced by zero in every round (sensitivity C, the
+add/remove relation). At full participation (``sample_rate = 1``) the composed Gaussian is exact and one number is
+enough, mu^2 = sum 1/sigma^2. It is kept as an integer in units of 2^-200, each term rounded up, so it depends neither
+on the order nor on the grouping of the rounds. ``sample_rate < 1`` means Poisson sampling by a secret coin of the
+participant itself that nobody ever sees; an observed frequency or a dropout is not that. There, several sound bounds
+are computed and the smallest counts.
 
 Fail closed: a step that is no number, an overflow or a failing backend makes the spent epsilon infinite;
 :meth:`Accountant.would_exceed` is False only if the budget was shown to hold.
@@ -369,27 +370,6 @@ def _smallest(needed: Callable[[float], float], epsilon: float, start: float) ->
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
 _ORDERS = np.concatenate([1.0 + np.logspace(-6, 0, 300), np.logspace(math.log10(2.0), 9, 900)])
-_COARSE_ORDERS = [
-    1.01,
-    1.05,
-    1.1,
-    1.2,
-    1.35,
-    1.5,
-    1.75,
-    *range(2, 65),
-    72,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    256,
-    384,
-    512,
-    1024,
-]
 
 
 def _convert(orders: np.ndarray, divergence: np.ndarray, delta: float) -> float:
@@ -413,20 +393,24 @@ def _renyi_gaussian(mu: float, delta: float) -> float:
 
 
 def _renyi_sampled(mu: float, sampled: _Sampled, delta: float) -> float:
-    """Renyi accounting of Poisson-sampled releases by dp-accounting, plus alpha mu^2/2; inf when it fails."""
+    """Renyi accounting of Poisson-sampled releases by dp-accounting; inf when it fails."""
     try:
         from dp_accounting import dp_event
         from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
-        backend = rdp.RdpAccountant(_COARSE_ORDERS)
+        backend = rdp.RdpAccountant()
         for sigma, rate, count in sampled:
             backend.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), count)
-        orders = np.asarray(backend._orders, dtype=np.float64)
-        divergence = np.asarray(backend._rdp, dtype=np.float64) * (1.0 + 1e-9) + 0.5 * orders * mu * mu * (1 + 1e-11)
-        divergence = np.where(divergence >= 0, divergence, np.inf)
-        return _convert(orders, divergence, delta)
+        if mu > 0.0:
+            backend.compose(dp_event.GaussianDpEvent(1.0 / mu))
+        return _padded(backend.get_epsilon(delta))
     except Exception:  # a bound that could not be computed is no bound
         return math.inf
+
+
+def _padded(epsilon: float) -> float:
+    """Room for the rounding of a float64 backend; inf for what is no epsilon."""
+    return float(epsilon) * (1.0 + 1e-9) + 1e-12 if epsilon >= 0.0 else math.inf
 
 
 def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
@@ -446,8 +430,7 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
             many = one.self_compose(count) if count > 1 else one
             total = many if total is None else total.compose(many)
         assert total is not None
-        value = float(total.get_epsilon_for_delta(delta))
-        return value * (1.0 + 1e-9) + 1e-12 if value >= 0.0 else math.inf
+        return _padded(total.get_epsilon_for_delta(delta))
     except Exception:
         return math.inf
 

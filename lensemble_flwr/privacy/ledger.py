@@ -16,6 +16,7 @@ A ledger is held by one thread of one process at a time.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from typing import Any
 from lensemble_flwr.durable import atomic_write, same_file, sync, sync_folder, write_all
 from lensemble_flwr.errors import ContractViolation, LedgerError, PrivacyBudgetExceeded
 from lensemble_flwr.privacy.ledger_book import (
+    CHECKPOINT,
     CLOSED,
     ENCODED,
     FORFEITED,
@@ -41,6 +43,7 @@ from lensemble_flwr.privacy.ledger_book import (
     Key,
 )
 from lensemble_flwr.privacy.ledger_file import (
+    LONGEST,
     NO_HASH,
     Chain,
     Head,
@@ -61,6 +64,9 @@ __all__ = ["MOST_ROUNDS", "Budget", "Charge", "EntryState", "Event", "PrivacyLed
 
 MOST_ROUNDS = 10**9
 """What :meth:`PrivacyLedger.remaining` answers when no budget limits the rounds."""
+
+CHECKPOINT_EVERY = 1024
+"""Records between two checkpoints: opening a ledger reads one checkpoint and at most so many records."""
 
 _SNAPSHOT_TRIES = 100
 _POLL_S = 0.01
@@ -382,6 +388,11 @@ class PrivacyLedger:
 
     def _write(self, fields: dict[str, Any]) -> None:
         """Make one record durable. Unless this returns, nothing may be done that the record would allow."""
+        self._append(fields)
+        if self._book.records % CHECKPOINT_EVERY == 0:
+            self._checkpoint()
+
+    def _append(self, fields: dict[str, Any]) -> None:
         handle = self._writable()
         body = {**fields, "seq": self._book.records}
         line = frame(canonical(body), self._head.hash)
@@ -399,6 +410,14 @@ class PrivacyLedger:
         self._head, self._size = head, self._size + len(line) + 1
         self._sound = True
 
+    def _checkpoint(self) -> None:
+        """Save later openings the way from genesis. A shortcut only, so one that would be too long is left out."""
+        book = self._book.record()
+        if len(canonical(book)) < LONGEST // 2:
+            with ledger_errors(self.path, "read"):
+                prefix = hashlib.sha256(self.path.read_bytes()).hexdigest()
+            self._append({"kind": CHECKPOINT, "book": book, "prefix_sha256": prefix})
+
 
 def genesis_line(identity: bytes) -> bytes:
     """The first record of a participant's ledger. Raises ContractViolation unless ``identity`` is 32 bytes."""
@@ -412,16 +431,17 @@ def replay(chain: Chain, path: Path) -> Book:
     Raises:
         LedgerError: a record cannot be read or may not stand where it stands.
     """
-    book = Book()
     try:
-        for body in bodies(chain.lines):
+        records = bodies(chain.lines)
+        book = Book.from_checkpoint(records.pop(0)) if chain.first else Book()
+        for body in records:
             book.apply(body)
     except ValueError as error:
         raise LedgerError(f"The privacy ledger {path} holds a line that is no record.", remedy(path)) from error
     return book
 
 
-def snapshot(path: Path, head_path: Path) -> Chain:
+def snapshot(path: Path, head_path: Path, shortcut: bool = True) -> Chain:
     """The ledger as it is now, without a lock: read again while a writer is at work between the two files.
 
     Raises:
@@ -431,7 +451,7 @@ def snapshot(path: Path, head_path: Path) -> Chain:
     for _ in range(_SNAPSHOT_TRIES):
         data, now = read_bytes(path, "log"), read_head(head_path, path)
         if now == head:
-            return check_chain(data, head, path)
+            return check_chain(data, head, path, shortcut)
         head = now
         time.sleep(_POLL_S)
     raise LedgerError(f"The privacy ledger {path} keeps changing while it is read.", "Try again when it is idle.")

@@ -9,6 +9,7 @@ Each record is applied in order, by the reader and by the writer alike, so both 
     closed       fid, round, outcome                    the round is over
     charged      rounds, charge, reason                 spending of rounds that nobody can name (a repair)
     event        event, data                            anything else worth keeping for ever
+    checkpoint   book, prefix_sha256                    this whole state, so that opening need not start at genesis
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ VERSION = 1
 OUTCOMES = ("committed", "burnt", "void")
 STATES = RESERVED, ENCODED, FORFEITED, CLOSED = "reserved", "encoded", "forfeited", "closed"
 IDENTITY_ROTATED = "identity_rotated"
+CHECKPOINT = "checkpoint"
 
 Key = tuple[str, int]
 """Federation id as 64 hex digits, round."""
@@ -34,10 +36,12 @@ class EntryState(NamedTuple):
 
     state: str | None = None
     charge: Charge | None = None
+    """Of a round that is reserved or encoded."""
     q_hash: bytes | None = None
     open_hash: bytes | None = None
+    """Of a round that is encoded."""
     note: str | None = None
-    """Why it was forfeited, or how it was closed."""
+    """Why the round was forfeited, or how it was closed."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ class Book:
         self._end(body, CLOSED, body["outcome"])
 
     def _end(self, body: dict[str, Any], state: str, note: str) -> None:
-        entry = self._from(body, RESERVED, ENCODED)
-        self.entries[entry_key(body)] = EntryState(state, entry.charge, entry.q_hash, entry.open_hash, note)
+        self._from(body, RESERVED, ENCODED)
+        self.entries[entry_key(body)] = EntryState(state, note=note)
 
     def _charged(self, body: dict[str, Any]) -> None:
         charge, rounds = Charge.from_record(body["charge"]), body["rounds"]
@@ -141,6 +145,55 @@ class Book:
         if kind == IDENTITY_ROTATED:
             self.identity = _bytes32(data["identity"])
         self.events.append(Event(self.records, kind, data))
+
+    def _checkpoint(self, body: dict[str, Any]) -> None:
+        if body["book"] != self.record():
+            raise LedgerError(f"The checkpoint at record {self.records} does not agree with the records before it.")
+
+    def record(self) -> dict[str, Any]:
+        """This state as plain JSON values: rounds that are over as runs of equal ends, sums in hexadecimal."""
+        rounds: dict[str, dict[str, list[list[Any]]]] = {fid: {"over": [], "open": []} for fid in self.named}
+        for (fid, index), entry in sorted(self.entries.items()):
+            if entry.state in (FORFEITED, CLOSED):
+                over = rounds[fid]["over"]
+                if over and over[-1][1:] == [index - 1, entry.state, entry.note]:
+                    over[-1][1] = index
+                else:
+                    over.append([index, index, entry.state, entry.note])
+            elif entry.charge is not None:
+                hashes = [value and value.hex() for value in (entry.q_hash, entry.open_hash)]
+                rounds[fid]["open"].append([index, entry.state, entry.charge.record(), *hashes])
+        return {
+            "identity": self.identity.hex(),
+            "federations": {fid: {"spent": spent.record(), **rounds[fid]} for fid, spent in self.named.items()},
+            "unnamed": self.unnamed.record(),
+            "lifetime": self.lifetime.record(),
+            "events": [[event.seq, event.kind, event.data] for event in self.events],
+        }
+
+    @classmethod
+    def from_checkpoint(cls, body: dict[str, Any]) -> Book:
+        """The state after a checkpoint, taken at its word.
+
+        Raises:
+            LedgerError: it cannot be understood.
+        """
+        try:
+            tree = body["book"]
+            book = cls(body["seq"] + 1, _bytes32(tree["identity"]))
+            book.unnamed, book.lifetime = (Spending.from_record(tree[name]) for name in ("unnamed", "lifetime"))
+            book.events = [Event(seq, kind, data) for seq, kind, data in tree["events"]]
+            for fid, federation in tree["federations"].items():
+                book.named[fid] = Spending.from_record(federation["spent"])
+                for first, last, state, note in federation["over"]:
+                    ended = EntryState(state, note=note)
+                    book.entries.update({(fid, index): ended for index in range(first, last + 1)})
+                for index, state, charge, *hashes in federation["open"]:
+                    q_hash, open_hash = (None if text is None else _bytes32(text) for text in hashes)
+                    book.entries[fid, index] = EntryState(state, Charge.from_record(charge), q_hash, open_hash)
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+            raise LedgerError(f"The ledger's checkpoint cannot be understood: {error!r}.") from error
+        return book
 
     def _from(self, body: dict[str, Any], *allowed: str) -> EntryState:
         fid, index = entry_key(body)
@@ -177,4 +230,5 @@ RULES: dict[str, Callable[[Book, dict[str, Any]], None]] = {
     CLOSED: Book._closed,
     "charged": Book._charged,
     "event": Book._event,
+    CHECKPOINT: Book._checkpoint,
 }

@@ -156,6 +156,11 @@ class Chain:
     """The records in effect, and what lies behind them."""
 
     lines: list[bytes]
+    """From the last checkpoint on if a shortcut was taken, else from genesis on."""
+    first: int
+    """Number of the first of ``lines``."""
+    size: int
+    """Bytes of all records in effect."""
     head: Head
     """The last record in effect: the one that the head names, or the one whole record beyond it."""
     beyond: bool
@@ -163,29 +168,27 @@ class Chain:
     torn: bytes
     """What a crash left of a record that was never completed, and so never took effect."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of the records in effect."""
-        return sum(map(len, self.lines)) + len(self.lines)
 
-
-def check_chain(data: bytes, head: Head, path: Path) -> Chain:
+def check_chain(data: bytes, head: Head, path: Path, shortcut: bool = True) -> Chain:
     """Judge the log's bytes by the head (design: decision 3).
+
+    Every byte up to the head is vouched for, record by record, or with ``shortcut`` by one hash of all that stands
+    before the last checkpoint.
 
     Raises:
         LedgerError: shorter than the head, edited, reordered, or more than one record beyond the head.
     """
-    *lines, cut = data.split(b"\n")
-    covered = head.seq + 1
+    start, first, prev = _last_checkpoint(data, head) if shortcut else _GENESIS
+    *lines, cut = data[start:].split(b"\n")
+    covered = head.seq + 1 - first
     if len(lines) < covered:
         raise LedgerError(
-            f"The privacy ledger {path} has {len(lines)} whole records, but its head names record {head.seq} (they are "
-            "counted from 0): records were lost, or an old copy was put back.",
+            f"The privacy ledger {path} has {first + len(lines)} whole records, but its head names record {head.seq} "
+            "(counted from 0): records were lost, or an old copy was put back.",
             remedy(path),
             seq=head.seq,
         )
-    prev = NO_HASH
-    for seq, line in enumerate(lines[:covered]):
+    for seq, line in enumerate(lines[:covered], first):
         if previous(line) != prev.encode("ascii"):
             raise LedgerError(
                 f"The chain of the privacy ledger {path} breaks at record {seq}: it or the one before was changed.",
@@ -212,8 +215,26 @@ def check_chain(data: bytes, head: Head, path: Path) -> Chain:
             raise LedgerError(
                 f"The privacy ledger {path} goes on after its head with a record that does not belong there.",
                 remedy(path),
-                seq=covered,
+                seq=head.seq + 1,
             )
-        return Chain(lines, Head(covered, record_hash(rest[0])), beyond=True, torn=b"")
+        return Chain(lines, first, len(data), Head(head.seq + 1, record_hash(rest[0])), beyond=True, torn=b"")
     lines = lines[:covered]
-    return Chain(lines, head, beyond=False, torn=data[sum(map(len, lines)) + covered :])
+    size = start + sum(map(len, lines)) + covered
+    return Chain(lines, first, size, head, beyond=False, torn=data[size:])
+
+
+_GENESIS = 0, 0, NO_HASH
+
+
+def _last_checkpoint(data: bytes, head: Head) -> tuple[int, int, str]:
+    """Where to start: offset and number of the last checkpoint that vouches for all before it, and the hash before."""
+    mark = data.rfind(b'"kind":"checkpoint"')
+    start, end = data.rfind(b"\n", 0, max(mark, 0)) + 1, data.find(b"\n", mark)
+    if mark < 0 or end < 0 or not is_whole(data[start:end]):
+        return _GENESIS
+    (body,) = bodies([data[start:end]])
+    if body["kind"] != "checkpoint" or body["seq"] > head.seq:  # an event may hold such text, too
+        return _GENESIS
+    if body["prefix_sha256"] != hashlib.sha256(data[:start]).hexdigest():
+        return _GENESIS
+    return start, body["seq"], previous(data[start:end]).decode("ascii")

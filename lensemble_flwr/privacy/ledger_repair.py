@@ -62,7 +62,7 @@ def verify(path: Path | str, head_path: Path | str | None = None, noted: Head | 
     path = Path(path)
     head_path = default_head_path(path) if head_path is None else Path(head_path)
     try:
-        chain = snapshot(path, head_path)
+        chain = snapshot(path, head_path, shortcut=False)
         replay(chain, path)
         if noted is not None:
             _check_noted(chain.lines, noted, path)
@@ -201,11 +201,10 @@ class _Salvage:
     def enter_again(self, body: dict[str, Any]) -> None:
         """Charge a reservation that stood after the damage, and forbid to use it."""
         fid, index = key = entry_key(body)
-        known, where = self.book.entry(key), {"fid": fid, "round": index}
-        if known.state is None:
-            self.write({"kind": RESERVED, **where, "charge": body["charge"]})
-            self.write({"kind": FORFEITED, **where, "reason": "found after damage"})
-        elif known.charge != Charge.from_record(body["charge"]):
+        if self.book.entry(key).state is None:
+            self.write({"kind": RESERVED, "fid": fid, "round": index, "charge": body["charge"]})
+            self.write({"kind": FORFEITED, "fid": fid, "round": index, "reason": "found after damage"})
+        else:  # another reservation of the same round: an old copy of the ledger was used in between
             self.write({"kind": "charged", "rounds": 1, "charge": body["charge"], "reason": "found after damage"})
 
     def lost_after(self, noted: Head) -> int:

@@ -162,6 +162,16 @@ class Spending(NamedTuple):
             self.endless or other.endless,
         )
 
+    def record(self) -> list[Any]:
+        """The sums as plain JSON values."""
+        return [f"{self.local:x}", f"{self.central:x}", f"{self.delta:x}", self.endless]
+
+    @classmethod
+    def from_record(cls, record: list[Any]) -> Spending:
+        """The sums of :meth:`record`. Raises TypeError or ValueError when they are none."""
+        local, central, delta, endless = record
+        return cls(int(local, 16), int(central, 16), int(delta, 16), bool(endless))
+
     def mu2(self, view: str) -> float:
         """Composed mu^2, rounded up."""
         _known_view(view)

@@ -18,7 +18,7 @@ def public_key(private: bytes | bytearray) -> bytes:
 
 
 def check_public_keys(keys: dict[str, tuple[bytes, ...]]) -> None:
-    """Refuse keys that are not canonical, of small order, or not all distinct.
+    """Refuse keys that are not canonical or not all distinct. (Small order shows when a secret is agreed on.)
 
     Args:
         keys: {name of the member, for the error: its public keys}.
@@ -35,7 +35,11 @@ def check_public_keys(keys: dict[str, tuple[bytes, ...]]) -> None:
             # X25519 ignores the top bit and reduces: without this, distinct bytes could be one and the same key.
             if int.from_bytes(key, "little") >= _FIELD:
                 raise _failed("A public key is not in canonical form.", member)
-            _exchange(_PROBE, key, member)
+
+
+def refuse_small_order(public: bytes, member: str) -> None:
+    """Raises SecureAggregationError: key_agreement_failed for a key with which nobody can agree on a secret."""
+    _exchange(_PROBE, public, member)
 
 
 def shared_secret(private: bytes | bytearray, public: bytes, member: str) -> bytes:

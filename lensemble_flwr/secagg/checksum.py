@@ -3,13 +3,13 @@
 A member computes c = sum_j r_j q_j mod 2^64 over its payload q before masking, masks c modulo 2^tail_bits and sends
 it as the tail of its vector. The coordinator compares the sum of the c with the hash of the sum. Since r_j is odd and
 2^64 is larger than the ring, one wrong coordinate is always noticed, one that wrapped around the ring included; of
-other faults, a fraction of about 2^-32 (wraps only) to 2^-64 passes. The weights are public: this catches faults, not a
-member that lies about c, which can only abort the round.
+faults in several, about 2^-64 (2^-31 if all are wraps of the largest ring) pass. The weights are public: this catches
+faults, not a member that lies about c, which can only make the round fail.
 
 Weights: key = SHA-256("checksum" || T1); coordinate o of segment s has r = rows[s] * columns[o mod COLUMNS], with
-columns and rows the 64-bit little-endian words of the key's keystream in segments 0 and 1, made odd. So the rows of a
-segment are added first, which costs a third of a multiplication per coordinate; the price is that two errors which
-cancel exactly, a multiple of COLUMNS apart in one segment, are not seen.
+columns and rows the 64-bit little-endian words of the key's keystreams in segments 0 and 1, made odd. So a segment is
+first folded to COLUMNS sums, an addition per coordinate in place of a multiplication of twice the cost; the price is
+that two errors of one segment which cancel exactly, a multiple of COLUMNS apart, are not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lensemble_flwr.secagg import keystream
 from lensemble_flwr.secagg.ring import RingParams
 
-COLUMNS = 1 << 15
+COLUMNS = 1 << 12
 _MODULUS = 1 << 64
 
 
@@ -39,20 +39,28 @@ def weights(t1: bytes, ring: RingParams) -> Weights:
     def odd_words(segment: int, count: int) -> npt.NDArray[np.uint64]:
         return np.frombuffer(keystream.stream(key, segment, 8 * count), "<u8") | np.uint64(1)
 
-    return Weights(odd_words(0, min(COLUMNS, ring.dimension)), odd_words(1, ring.segments))
+    return Weights(odd_words(0, COLUMNS), odd_words(1, ring.segments))
 
 
-def digest_segment(payload: npt.NDArray[np.int64], segment: int, weights: Weights) -> int:
-    """This segment's term of the checksum, mod 2^64. |payload| < 2^31, so the column sums cannot overflow."""
-    whole = payload.size // COLUMNS * COLUMNS
-    rest = payload[whole:]
-    if whole:
-        columns = payload[:whole].reshape(-1, COLUMNS).sum(axis=0)
-        columns[: rest.size] += rest
-    else:
-        columns = rest
-    hashed = np.dot(columns.view(np.uint64), weights.columns[: columns.size])  # wraps mod 2^64
-    return int(hashed) * int(weights.rows[segment]) % _MODULUS
+class SegmentDigest:
+    """The term of one segment, fed with its coordinates in order. They are below 2^31, so no column overflows."""
+
+    def __init__(self, segment: int, weights: Weights) -> None:
+        self._row, self._weights = int(weights.rows[segment]), weights.columns
+        self._columns = np.zeros(COLUMNS, np.int64)
+        self._at = 0  # the column of the next coordinate
+
+    def update(self, values: npt.NDArray[np.int64]) -> None:
+        lead = min(-self._at % COLUMNS, values.size)
+        whole = lead + (values.size - lead) // COLUMNS * COLUMNS
+        self._columns[self._at : self._at + lead] += values[:lead]
+        if whole > lead:
+            self._columns += np.add.reduce(values[lead:whole].reshape(-1, COLUMNS), axis=0)
+        self._columns[: values.size - whole] += values[whole:]
+        self._at = (self._at + values.size) % COLUMNS
+
+    def term(self) -> int:
+        return int(np.dot(self._columns.view(np.uint64), self._weights)) * self._row % _MODULUS  # dot wraps mod 2^64
 
 
 def total(terms: list[int]) -> int:

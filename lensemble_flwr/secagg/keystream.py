@@ -13,7 +13,7 @@ added at once, so no mask of the vector's length ever exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,9 +23,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 KEY_BYTES = 32
 SEGMENT = 1 << 20  # lanes; far below GCM's 64 GiB for one nonce
-BLOCK_BYTES = 1 << 17  # keystream, zeros and accumulator of one block fit a 1 MiB L2 cache together
+BLOCK_BYTES = 3 << 16  # keystream, zeros and accumulator of one block share a core's L2 cache of 1 MiB
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
+_CACHE_LINE = 64
+_AES_BLOCK = 16
 
 Key = bytes | bytearray
 T = TypeVar("T")
@@ -40,34 +42,56 @@ def stream(key: Key, segment: int, count: int) -> bytes:
     return _encryptor(key, segment).update(bytes(count))
 
 
-def apply_segment(out: npt.NDArray[Any], segment: int, plus: Iterable[Key], minus: Iterable[Key]) -> None:
-    """``out += sum(stream(k) for k in plus) - sum(stream(k) for k in minus)``, wrapping, in place.
+class Masks:
+    """The masks of one segment, applied from its first lane to its last, a block at a time.
 
     Args:
-        out: uint16 or uint32 lanes of this one segment, contiguous, at most SEGMENT long.
-        segment: its index.
-        plus, minus: 32-byte keys.
+        segment: index of the segment.
+        plus, minus: 32-byte keys whose keystreams are added and subtracted.
+        lane: dtype of the lanes, uint16 or uint32.
     """
-    width = out.dtype.itemsize
-    block = BLOCK_BYTES // width
-    buffer = bytearray(BLOCK_BYTES + 15)  # update_into wants room for one block less a byte
-    lanes = np.frombuffer(buffer, out.dtype, block)
-    steps: list[tuple[Any, np.ufunc]] = [(_encryptor(key, segment).update_into, np.add) for key in plus]
-    steps += [(_encryptor(key, segment).update_into, np.subtract) for key in minus]
-    for start in range(0, out.size, block):
-        target = out[start : start + block]
-        zeros, mask = _ZEROS[: target.size * width], lanes[: target.size]
-        for update_into, combine in steps:
-            update_into(zeros, buffer)
+
+    def __init__(self, segment: int, plus: Iterable[Key], minus: Iterable[Key], lane: np.dtype[Any]) -> None:
+        self._steps: list[tuple[Any, np.ufunc]] = [(_encryptor(key, segment).update_into, np.add) for key in plus]
+        self._steps += [(_encryptor(key, segment).update_into, np.subtract) for key in minus]
+        room = np.zeros(BLOCK_BYTES + _AES_BLOCK + _CACHE_LINE, np.uint8)
+        self._buffer = room[-room.ctypes.data % _CACHE_LINE :]  # aligned, which is 3 % of the time
+        self._lanes = self._buffer[:BLOCK_BYTES].view(lane)
+
+    def blocks(self, size: int) -> Iterator[slice]:
+        """The blocks of `size` lanes, for :meth:`apply`."""
+        step = self._lanes.size
+        return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+    def apply(self, target: npt.NDArray[Any]) -> None:
+        """Add the next ``target.size`` lanes of every keystream to `target`, wrapping, in place."""
+        zeros, mask = _ZEROS[: target.nbytes], self._lanes[: target.size]
+        for update_into, combine in self._steps:
+            update_into(zeros, self._buffer)
             combine(target, mask, out=target)
-    lanes[:] = 0  # the last block of a keystream is a secret
+
+    def wipe(self) -> None:
+        """Forget the last block, which is a secret."""
+        self._buffer[:] = 0
 
 
 def apply(out: npt.NDArray[Any], plus: Sequence[Key], minus: Sequence[Key], *, threads: int = 1) -> None:
-    """:func:`apply_segment` over a whole vector. The result is the same for every number of threads."""
-    for_each(
-        lambda s: apply_segment(out[s * SEGMENT : (s + 1) * SEGMENT], s, plus, minus), -(-out.size // SEGMENT), threads
-    )
+    """``out += sum of keystreams(plus) - sum of keystreams(minus)`` over all segments of `out`, wrapping, in place.
+
+    Args:
+        out: uint16 or uint32 lanes, 1-D, contiguous.
+        plus, minus: 32-byte keys.
+        threads: the result does not depend on it.
+    """
+
+    def one(segment: int) -> None:
+        part = out[segment * SEGMENT : (segment + 1) * SEGMENT]
+        masks = Masks(segment, plus, minus, out.dtype)
+        for block in masks.blocks(part.size):
+            masks.apply(part[block])
+        masks.wipe()
+
+    for_each(one, -(-out.size // SEGMENT), threads)
 
 
 def for_each(work: Callable[[int], T], count: int, threads: int) -> list[T]:

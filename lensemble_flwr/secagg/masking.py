@@ -6,7 +6,7 @@ vector (the opened sum, which is int64, aside).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,21 +48,24 @@ def mask(
     weights = checksum.weights(t1, ring)
 
     def one(segment: int) -> int:
-        lanes, payload = _slices(ring, segment)
-        target, values = out[lanes], q[payload]
-        if values.dtype != np.int64:
-            values = center(values, ring)
-        if values.max() > ring.qmax or values.min() < -ring.qmax:
-            raise SecureAggregationError(
-                "The payload has a coordinate over the range of the ring.",
-                "Clamp to qmax before masking.",
-                cause="malformed_update",
-            )
-        target[: ring.sentinels] = 1
-        np.copyto(target[ring.sentinels :], values, casting="unsafe")  # wraps
-        keystream.apply_segment(target, segment, plus, minus)
-        _reduce(target, ring)
-        return checksum.digest_segment(values, segment, weights)
+        digest = checksum.SegmentDigest(segment, weights)
+        masks = keystream.Masks(segment, plus, minus, ring.lane)
+        for target, payload in _walk(out, q, ring, segment, masks):
+            values = payload if payload.dtype == np.int64 else center(payload, ring)
+            if values.size and (values.max() > ring.qmax or values.min() < -ring.qmax):
+                raise SecureAggregationError(
+                    "The payload has a coordinate over the range of the ring.",
+                    "Clamp to qmax before masking.",
+                    cause="malformed_update",
+                )
+            digest.update(values)
+            ones = target.size - values.size
+            target[:ones] = 1
+            np.copyto(target[ones:], values, casting="unsafe")  # wraps
+            masks.apply(target)
+            _reduce(target, ring)
+        masks.wipe()
+        return digest.term()
 
     try:
         terms = keystream.for_each(one, ring.segments, threads)
@@ -104,16 +107,19 @@ def unmask(
     opened = np.empty(ring.dimension, np.int64)
 
     def one(segment: int) -> int:
-        lanes, payload = _slices(ring, segment)
-        target = total[lanes]
-        keystream.apply_segment(target, segment, plus, minus)
-        _reduce(target, ring)
-        if not np.all(target[: ring.sentinels] == count):
-            raise _unbalanced(f"The sentinels of segment {segment} do not count {count} members.")
-        values = opened[payload]
-        values[:] = center(target[ring.sentinels :], ring)
-        check_range(values, count * ring.qmax)
-        return checksum.digest_segment(values, segment, weights)
+        digest = checksum.SegmentDigest(segment, weights)
+        masks = keystream.Masks(segment, plus, minus, ring.lane)
+        for target, values in _walk(total, opened, ring, segment, masks):
+            masks.apply(target)
+            _reduce(target, ring)
+            ones = target.size - values.size
+            if not np.all(target[:ones] == count):
+                raise _unbalanced(f"The sentinels of segment {segment} do not count {count} members.")
+            center(target[ones:], ring, out=values)
+            check_range(values, count * ring.qmax)
+            digest.update(values)
+        masks.wipe()
+        return digest.term()
 
     terms = keystream.for_each(one, ring.segments, threads)
     claimed = _read_tail(total, ring) + _tail_mask(ring, plus, minus)
@@ -128,11 +134,16 @@ def _unbalanced(message: str) -> SecureAggregationError:
     )
 
 
-def _slices(ring: RingParams, segment: int) -> tuple[slice, slice]:
-    """Lanes of a segment in the masked vector, and its coordinates in the payload."""
+def _walk(
+    vector: Lanes, payload: npt.NDArray[Any], ring: RingParams, segment: int, masks: keystream.Masks
+) -> Iterator[tuple[Lanes, npt.NDArray[Any]]]:
+    """Views of a segment's lanes and payload, block by block; the first block has the sentinels ahead of the payload."""
     first = segment * SEGMENT
-    last = min(first + SEGMENT, ring.body)
-    return slice(first, last), slice(first - segment * ring.sentinels, last - (segment + 1) * ring.sentinels)
+    lanes = vector[first : min(first + SEGMENT, ring.body)]
+    ahead = first - segment * ring.sentinels
+    for block in masks.blocks(lanes.size):
+        start = max(block.start - ring.sentinels, 0)
+        yield lanes[block], payload[ahead + start : ahead + block.stop - ring.sentinels]
 
 
 def _reduce(lanes: Lanes, ring: RingParams) -> None:

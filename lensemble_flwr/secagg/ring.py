@@ -270,11 +270,14 @@ def wrap(q: npt.NDArray[np.int64], ring: RingParams) -> Lanes:
     return lanes
 
 
-def center(lanes: Lanes, ring: RingParams) -> npt.NDArray[np.int64]:
-    """Lanes -> the representative in [-2^(bits-1), 2^(bits-1)), int64. Bits above `bits` are ignored."""
+def center(lanes: Lanes, ring: RingParams, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """Lanes -> the representative in [-2^(bits-1), 2^(bits-1)), int64, into `out` if given. Ignores bits over `bits`."""
+    signed = (lanes << np.uint32(8) if ring.bits == 24 else lanes).view(f"<i{ring.lane.itemsize}")
+    out = np.empty(lanes.size, np.int64) if out is None else out
+    np.copyto(out, signed)
     if ring.bits == 24:
-        return ((lanes << np.uint32(8)).view("<i4") >> 8).astype(np.int64)
-    return lanes.view(f"<i{ring.lane.itemsize}").astype(np.int64)
+        out >>= 8
+    return out
 
 
 def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray[np.float64]:

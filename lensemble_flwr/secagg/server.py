@@ -75,6 +75,8 @@ class ServerSession:
         body = self._unpack(message, Stage.KEYS, self._params.hash, 0, identity)
         pair = (body[:32], body[32:])
         agreement.check_public_keys({identity.hex(): pair})
+        for key in pair:
+            agreement.refuse_small_order(key, identity.hex())
         if any(key in other for other in self._keys.values() for key in pair):
             raise SecureAggregationError(
                 "A public key is already another member's.", cause="key_agreement_failed", member=identity.hex()

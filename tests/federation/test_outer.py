@@ -44,7 +44,7 @@ def test_first_steps_in_closed_form() -> None:
 
 def test_plain_averaging_is_fedavg() -> None:
     deltas = np.random.default_rng(0).standard_normal((4, 7))
-    theta, b = outer_step(np.ones(7), np.zeros(7), deltas.mean(0), 1.0, 0.0)
+    theta, _ = outer_step(np.ones(7), np.zeros(7), deltas.mean(0), 1.0, 0.0)
     np.testing.assert_allclose(theta, (1 + deltas).mean(0), rtol=1e-15)
 
 

@@ -1,0 +1,336 @@
+"""The world model as a task: an action-conditioned JEPA on LunarLander, from a public warm start.
+
+Surfaces: ``adapter`` (encoder and predictor frozen, a linear adapter moves), ``predictor``, ``full`` (encoder and
+predictor; the latent frame is then federated, and participants align it before they release).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lensemble_flwr.config import Config
+from lensemble_flwr.data.episodes import episode_hash, iterate
+from lensemble_flwr.data.lander import LanderSpec
+from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
+from lensemble_flwr.data.store import LanderData, ensure_dataset, open_dataset
+from lensemble_flwr.data.windows import without
+from lensemble_flwr.errors import ContractViolation
+from lensemble_flwr.federation.task import LocalResult, Progress, Slice
+from lensemble_flwr.gauge.align import FrameSurface, align
+from lensemble_flwr.gauge.anchor import FrameAnchor
+from lensemble_flwr.home import cache_lock, home
+from lensemble_flwr.model.evaluate import evaluate, fit_probe, probe_rmse
+from lensemble_flwr.model.heads import ActionHead, head_from_state
+from lensemble_flwr.model.inner import InnerState, inner_steps
+from lensemble_flwr.model.layout import ParameterLayout
+from lensemble_flwr.model.objective import Objective
+from lensemble_flwr.model.sigreg import sketch_hash
+from lensemble_flwr.model.spec import HeadSpec, InnerSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, to_plain
+from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
+from lensemble_flwr.model.warmstart import WarmStart, load_warm_start, save_warm_start, train_warm_start
+from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, frame_surface
+
+_XY = (0, 1)
+_ALTITUDE = 1
+
+
+class WorldTask:
+    """See the module. Everything public is cached below the home folder; participants only read."""
+
+    def __init__(self, config: Config) -> None:
+        data, model, inner, objective = config.data, config.model, config.inner, config.objective
+        self.config = config
+        self.data_spec = LanderSpec(
+            flavour=data.flavour,
+            participants=config.federation.participants,
+            episodes_per_participant=data.episodes_per_participant,
+            public_episodes=data.public_episodes,
+            heldout_shifted=data.heldout_shifted,
+            heldout_nominal=data.heldout_nominal,
+            gravity_shift=(data.gravity_shift[0], data.gravity_shift[-1]),
+            wind=data.wind,
+            turbulence=data.turbulence,
+            frames=data.frames,
+            frameskip=data.frameskip,
+            image_size=model.image_size,
+            seed=config.seed,
+        )
+        self.model_spec = ModelSpec(
+            image_size=model.image_size,
+            patch=model.patch,
+            width=model.width,
+            depth=model.depth,
+            heads=model.heads,
+            mlp_ratio=model.mlp_ratio,
+            projector_width=model.projector_width,
+            latent_dim=model.latent_dim,
+            predictor_width=model.predictor_width,
+            predictor_depth=model.predictor_depth,
+            action_embed_dim=model.action_embed_dim,
+            adapter_rank=model.adapter_rank,
+        )
+        self.inner_spec = InnerSpec(
+            optimizer=inner.optimizer,
+            lr=inner.lr,
+            weight_decay=inner.weight_decay,
+            batch_size=inner.batch_size,
+            head_lr=inner.head_lr,
+            device=inner.device,
+            deterministic=inner.deterministic,
+        )
+        self.objective_spec = ObjectiveSpec(
+            lambda_pred=objective.lambda_pred,
+            lambda_sig=objective.lambda_sig,
+            lambda_anc=objective.lambda_anc if config.gauge.anchor != "none" else 0.0,
+            sketch_dim=objective.sketch_dim,
+        )
+        self.warm_spec = WarmStartSpec(steps=config.warmstart.steps, seed=config.seed)
+        self._layout = ParameterLayout.of(self.model_spec, config.federation.surface)
+        self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
+        self._frame_moves = config.federation.surface == "full"
+
+    # ------------------------------------------------------------------ public constants
+
+    @property
+    def dimension(self) -> int:
+        return self._layout.size
+
+    @cached_property
+    def _public_key(self) -> str:
+        """Names the warm start by everything that it is made from."""
+        spec = self.data_spec
+        public = LanderSpec(  # only what public episodes depend on: experiments share a warm start
+            public_episodes=spec.public_episodes,
+            gravity_nominal=spec.gravity_nominal,
+            frames=spec.frames,
+            frameskip=spec.frameskip,
+            image_size=spec.image_size,
+            seed=spec.seed,
+        )
+        parts = [
+            public.key(),
+            to_plain(self.model_spec),
+            to_plain(self.warm_spec),
+            self.config.objective.lambda_sig,
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def _cache(self, name: str) -> Path:
+        return home() / "warmstart" / f"{self._public_key}{name}"
+
+    @cached_property
+    def data(self) -> LanderData:
+        """The generated data; never generated here (see :meth:`prepare`)."""
+        return open_dataset(self.data_spec, home() / "data")
+
+    @cached_property
+    def warm(self) -> WarmStart:
+        """The public warm start, verified against its pinned hash."""
+        return load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)
+
+    @cached_property
+    def probe(self) -> Probe:
+        """The public probe: landmark pictures."""
+        return load_probe(self._cache(".probe"))
+
+    @cached_property
+    def base_hash(self) -> bytes:
+        """Content hash of the warm start: frozen weights, basis, mean picture, public heads."""
+        return bytes.fromhex(self.warm.content_hash)
+
+    @cached_property
+    def probe_hash(self) -> bytes:
+        return self.probe.hash
+
+    def initial(self) -> np.ndarray:
+        return self._layout.flatten(self._model)
+
+    def sketch_hash(self, sketch_seed: int) -> bytes:
+        return sketch_hash(sketch_seed, self.model_spec.latent_dim, self.objective_spec.sketch_dim)
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        tell = progress or (lambda what, done, total: None)
+        ensure_dataset(self.data_spec, home() / "data", lambda done, total: tell("generating episodes", done, total))
+        path = self._cache(".safetensors")
+        with cache_lock(path):
+            if not path.is_file():
+                bodies = self.data.embodiments
+                warm = train_warm_start(
+                    self.model_spec,
+                    {body: (_head_spec(self.data, body), _trajectories(self.data.public(body))) for body in bodies},
+                    self.warm_spec,
+                    ObjectiveSpec(lambda_sig=self.config.objective.lambda_sig),
+                    progress=lambda done, total, figures: tell("training the public warm start", done, total),
+                )
+                save_warm_start(warm, path)
+            if not self._cache(".probe").is_file():
+                sources = [self.data.public(body) for body in self.data.embodiments]
+                save_probe(build_probe(sources, self.model_spec.latent_dim, self.config.seed), self._cache(".probe"))
+
+    # ------------------------------------------------------------------ participants
+
+    def body(self, partition: int) -> str:
+        """The embodiment that a participant flies."""
+        return self.data.participant(partition).embodiment
+
+    def episode_hashes(self, partition: int) -> list[bytes]:
+        return [episode_hash(episode) for episode in iterate(self.data.participant(partition))]
+
+    def local_data(self, partition: int) -> Trajectories:
+        """A participant's episodes, without public probe episodes that may have slipped in."""
+        episodes, _ = without(self.data.participant(partition), self.probe.episode_hashes)
+        return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
+
+    def local_update(
+        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+    ) -> LocalResult:
+        kept = self._inner_state(partition, state)
+        frames = self.local_data(partition)
+        data = frames if self._frame_moves else encode_trajectories(self._model, frames)
+        model = self.warm.build_model() if self._frame_moves else self._model
+        result = inner_steps(
+            model,
+            self._layout,
+            theta,
+            data,
+            kept,
+            steps=steps,
+            spec=self.inner_spec,
+            objective=self._objective,
+            sketch_seed=sketch_seed,
+            first_step=round_index * steps,
+        )
+        if not result.finite:
+            raise ContractViolation("The local steps diverged.")
+        if not self._frame_moves:
+            return LocalResult(result.theta, result.state.to_bytes())
+        aligned, reset = self._aligned(model)
+        return LocalResult(aligned, result.state.without_moments(reset).to_bytes())
+
+    def _inner_state(self, partition: int, state: bytes | None) -> InnerState:
+        if state is None:
+            digest = hashlib.sha256(f"shuffle/{self.config.seed}/{partition}".encode()).digest()
+            head = self.warm.head(self.body(partition))
+            return InnerState.start(head, shuffle_seed=int.from_bytes(digest[:7], "big"))
+        kept = InnerState.from_bytes(state)
+        return kept.without_moments() if self.config.inner.reset_optimizer else kept
+
+    def _aligned(self, model: WorldModel) -> tuple[np.ndarray, tuple[str, ...]]:
+        """The trained full weights in the public frame (INV-ALIGN-BEFORE-RELEASE), and which moments to forget."""
+        landmarks = self._landmarks
+
+        def reencode(state) -> torch.Tensor:
+            turned = self.warm.build_model()
+            turned.load_state_dict(dict(state))
+            with torch.no_grad():
+                return turned.encode(landmarks)
+
+        with torch.no_grad():
+            latents = model.encode(landmarks)
+        outcome = align(
+            model.state_dict(),
+            FrameSurface(**frame_surface(self.model_spec)),
+            latents,
+            self._landmark_targets,
+            threshold_deg=self.config.gauge.drift_threshold_deg,
+            reencode=reencode,
+        )
+        return self._layout.flatten(outcome.state), outcome.reset
+
+    # ------------------------------------------------------------------ evaluation on public data
+
+    def evaluate(self, theta: np.ndarray) -> dict[str, float]:
+        model = self.warm.build_model()
+        self._layout.write(model, theta)
+        shifted = self._held_out("shifted", model)
+        nominal = self._held_out("nominal", model)
+        scores = evaluate(model, self._public_heads, shifted)
+        metrics = {
+            "r5": scores.r5,
+            "r1": scores.r1,
+            "r5_nominal": evaluate(model, self._public_heads, nominal).r5,
+            "effective_rank": scores.effective_rank,
+            "latent_std_mean": scores.std_mean,
+            "latent_std_min": scores.std_min,
+            "action_sensitivity": scores.action_sensitivity,
+        }
+        metrics.update(self._state_metrics(model, shifted))
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _state_metrics(self, model: WorldModel, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
+        """Means over bodies: R^2 of (x, y) (fit on even held-out episodes, read on odd ones); altitude error."""
+        r2, altitude = [], []
+        for body, latents in held_out.items():
+            assert latents.states is not None
+            rows = torch.repeat_interleave(torch.arange(len(latents.lengths)), torch.tensor(latents.lengths))
+            fit, read = rows % 2 == 0, rows % 2 == 1
+            xy = latents.states[:, list(_XY)]
+            probe = fit_probe(latents.latents[fit], xy[fit])
+            r2.append(float(probe.r2(latents.latents[read], xy[read]).mean()))
+            altitude.append(probe_rmse(model, self._public_heads[body], latents, probe, _ALTITUDE))
+        return {"state_probe_r2": sum(r2) / len(r2), "altitude_rmse": sum(altitude) / len(altitude)}
+
+    def _held_out(self, split: str, model: WorldModel) -> dict[str, LatentTrajectories]:
+        if not self._frame_moves:  # one frozen encoder: encode once
+            return self._frozen_held_out[split]
+        return {body: encode_trajectories(model, frames) for body, frames in self._frames_held_out[split].items()}
+
+    @cached_property
+    def _frames_held_out(self) -> dict[str, dict[str, Trajectories]]:
+        bodies = self.data.embodiments
+        return {
+            "shifted": {body: _trajectories(self.data.heldout_shifted(body)) for body in bodies},
+            "nominal": {body: _trajectories(self.data.heldout_nominal(body)) for body in bodies},
+        }
+
+    @cached_property
+    def _frozen_held_out(self) -> dict[str, dict[str, LatentTrajectories]]:
+        return {
+            split: {body: encode_trajectories(self._model, frames) for body, frames in per_body.items()}
+            for split, per_body in self._frames_held_out.items()
+        }
+
+    # ------------------------------------------------------------------ built once per process
+
+    @cached_property
+    def _model(self) -> WorldModel:
+        return self.warm.build_model()
+
+    @cached_property
+    def _public_heads(self) -> dict[str, ActionHead]:
+        warm = self.warm
+        return {body: head_from_state(warm.bodies[body], warm.model_spec, warm.heads[body]) for body in warm.bodies}
+
+    @cached_property
+    def _landmarks(self) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self.probe.frames.transpose(0, 3, 1, 2)))
+
+    @cached_property
+    def _landmark_targets(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.warm.build_model().encode(self._landmarks)
+
+    @cached_property
+    def _objective(self) -> Objective:
+        anchor = None
+        if self.objective_spec.lambda_anc > 0:
+            anchor = FrameAnchor(self._landmarks, self._landmark_targets, self.config.gauge.anchor)
+        return Objective(self.objective_spec, anchor)
+
+
+def _trajectories(source) -> Trajectories:
+    episodes = list(iterate(source))
+    states = [e.states for e in episodes]
+    known = None if any(s is None for s in states) else [s for s in states if s is not None]
+    return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes], known)
+
+
+def _head_spec(data: LanderData, body: str) -> HeadSpec:
+    spec = data.public(body).action_spec
+    return HeadSpec(spec.kind, spec.dim)

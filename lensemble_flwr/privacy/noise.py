@@ -1,0 +1,347 @@
+"""Rounded Gaussian noise on an integer grid, from a cryptographic key, with no floating-point gap.
+
+Target: rint(N / g0) with N ~ N(0, s^2). With S = s/g0 its law is p(k) = P(k - 1/2 < S Z <= k + 1/2), Z standard normal.
+:class:`RoundedGaussian` draws from p by rejection that decides in float64 where float64 is provably enough and in exact
+arithmetic where it is not (about once in 2^36 draws):
+
+1. The half line k >= 0 is cut into strata of J = 2^j integers, J about S/64. Stratum c is chosen with probability
+   proportional to p(cJ), its largest value, by an alias table of exact integers.
+2. Within it k = cJ + u, u uniform. A sign bit maps k to -1 - k; the law is even, so that is its mirror image up to one
+   step, which step 3 accounts for.
+3. Accept with probability p(k) / p(cJ) = exp(-t) (1 + tiny), t = (k^2 - (cJ)^2) / (2 S^2). Almost all draws are decided
+   by exp(-t) >= 1 - t alone, nearly all the rest by a polynomial; in doubt (:data:`MARGIN`) the ratio is computed to
+   hundreds of digits and compared with as many random bits as it takes.
+
+Only + and * of float64 are relied on, never the accuracy of a library function. For |k| <= R S the law is off by a
+factor within 1 +- 2^-290, and it is cut there, R = :func:`reach` (docs/privacy.md, section 4, has the proof and
+:mod:`.bounds` the price). How many proposals were rejected is independent of the accepted values, so the running time
+tells nothing about the noise.
+
+Randomness is an AES-256 counter keystream under a fresh 256-bit key of the operating system for each draw of a vector.
+"""
+
+from __future__ import annotations
+
+import decimal
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+
+from lensemble_flwr.errors import ConfigError, ContractViolation
+
+BLOCK = 1 << 14
+"""Coordinates drawn at a time. Part of the format of replayed noise."""
+
+MARGIN = 2.0**-40
+"""Doubt of one float64 comparison: more than 500 times its largest rounding error."""
+
+MIN_STD = 64.0
+"""Smallest S = s/g0."""
+
+MAX_STD = 2.0**44
+"""Largest S: every integer met is then exact in float64."""
+
+_MAX_REACH = 64.0
+_RELATIVE_BITS = 300
+_NONCE_BYTES = 1 << 32  # keystream under one nonce; AES-GCM allows 2^36
+_TAYLOR = [1.0 / math.factorial(i) for i in range(26)]
+
+_Words = NDArray[np.uint64]
+_Ints = NDArray[np.int64]
+
+
+# --- entropy -----------------------------------------------------------------------------------------------------------
+
+
+class Keystream:
+    """AES-256 in counter mode as little-endian 64-bit words. Wipes its key when closed; use it in a ``with``.
+
+    Encrypting zeros in GCM mode gives exactly the counter-mode stream from block ``nonce || 2`` on, twice as fast.
+    """
+
+    def __init__(self, key: bytearray) -> None:
+        if len(key) != 32:
+            raise ContractViolation("A keystream needs a 256-bit key.")
+        self._key = key
+        self._zeros = bytes(16 * BLOCK)
+        self._buffer = bytearray(len(self._zeros) + 16)
+        self._words = np.frombuffer(self._buffer, "<u8")
+        self._nonce = -1
+        self._left = 0
+        self._next()
+
+    def _next(self) -> None:
+        self._nonce += 1
+        mode = modes.GCM(self._nonce.to_bytes(12, "big"))
+        self._encryptor = Cipher(algorithms.AES256(self._key), mode).encryptor()
+        self._left = _NONCE_BYTES
+
+    def words(self, count: int) -> _Words:
+        """The next ``count`` words, count <= 2 BLOCK. The array is overwritten by the next call."""
+        size = 8 * count
+        if size > self._left:
+            self._next()
+        self._left -= size
+        self._encryptor.update_into(memoryview(self._zeros)[:size], self._buffer)
+        return self._words[:count]
+
+    def integer(self, bits: int) -> int:
+        """A uniform integer below 2^bits."""
+        count = -(-bits // 64)
+        return int.from_bytes(self.words(count).tobytes(), "little") >> (64 * count - bits)
+
+    def __enter__(self) -> Keystream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._key[:] = bytes(32)
+        self._words[:] = 0
+        del self._encryptor  # OpenSSL clears its key schedule when it frees it
+
+
+class OsEntropy:
+    """A fresh 256-bit key from the operating system for every draw: the only entropy that a claim can rest on."""
+
+    kind = "csprng"
+
+    def open(self) -> Keystream:
+        """A keystream that nobody else can have.
+
+        Raises:
+            ConfigError: the operating system's source failed. Nothing was drawn and there is no fallback.
+        """
+        try:
+            key = bytearray(os.urandom(32))
+        except (OSError, NotImplementedError) as error:
+            raise ConfigError("The operating system's random source failed.", "Repair it; nothing is released.") from error
+        if len(key) != 32 or not any(key):
+            raise ConfigError("The operating system's random source is broken.", "Repair it; nothing is released.")
+        return Keystream(key)
+
+
+class ReplayEntropy:
+    """Reproducible keys from a seed, for tests and replayed simulations. Whoever knows the seed can subtract the noise:
+    what is drawn from it is labelled and no claim is made for it.
+
+    Args:
+        seed: integer >= 0 or bytes.
+    """
+
+    kind = "replay"
+
+    def __init__(self, seed: int | bytes) -> None:
+        if type(seed) is int and seed >= 0:
+            seed = seed.to_bytes(max(32, (seed.bit_length() + 7) // 8), "big")
+        if not isinstance(seed, bytes):
+            raise ContractViolation(f"A replay seed is an integer >= 0 or bytes, not {type(seed).__name__}.")
+        self._seed = seed
+        self._draws = 0
+
+    def open(self) -> Keystream:
+        """The keystream of the next draw."""
+        self._draws += 1
+        head = b"lensemble replayed noise 1\0" + self._draws.to_bytes(8, "big")
+        return Keystream(bytearray(hashlib.sha256(head + self._seed).digest()))
+
+
+Entropy = OsEntropy | ReplayEntropy
+
+
+def entropy_kind(entropy: object) -> str:
+    """``"csprng"`` or ``"replay"``. A subclass is neither: it could be anything.
+
+    Raises:
+        ContractViolation: no such source.
+    """
+    if type(entropy) not in (OsEntropy, ReplayEntropy):
+        raise ContractViolation(f"{type(entropy).__name__} is no source of entropy.", "Use OsEntropy or ReplayEntropy.")
+    return entropy.kind  # type: ignore[attr-defined, no-any-return]
+
+
+# --- the sampler -------------------------------------------------------------------------------------------------------
+
+
+def reach(bound_over_std: float) -> float:
+    """R: the noise covers at least +-R std. Large enough that cutting it there is negligible (bounds), up to 64.
+
+    Args:
+        bound_over_std: C/s.
+    """
+    return min(_MAX_REACH, 14.0 + 1.5 * bound_over_std)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """An exact alias table over strata, and its float64 shadow."""
+
+    std: Decimal
+    j: int  # log2 of the stratum width
+    column_bits: int
+    thresholds: tuple[int, ...]  # stay in the column iff its low_bits + fraction bits are below
+    low_bits: int
+    high: _Words  # thresholds >> low_bits
+    starts: _Ints  # [2 * column + (1 if alias)] -> first |k| of the stratum
+    margin: float
+    half_inverse_square: float
+    digits: int
+
+
+def _width_log2(std: float) -> int:
+    return max(0, math.frexp(std)[1] - 6)
+
+
+def _column_bits(std: float, bound_over_std: float) -> int:
+    strata = reach(bound_over_std) * std / (1 << _width_log2(std))
+    return max(10, math.ceil(math.log2(strata + 1)))
+
+
+@lru_cache(maxsize=16)
+def _table(std: float, column_bits: int) -> _Table:
+    """Strata 0 .. 2^column_bits - 1 of width 2^j."""
+    j, columns = _width_log2(std), 1 << column_bits
+    cut = columns * 2**j / std
+    bits = math.ceil(cut * cut / 2 / math.log(2)) + _RELATIVE_BITS + column_bits  # the smallest weight keeps 300 bits
+    digits = math.ceil(bits * math.log10(2)) + 20
+    with decimal.localcontext(_context(digits)):
+        exact = Decimal(std)
+        base = (-(Decimal(2) ** (2 * j)) / (2 * exact * exact)).exp()  # exp(-(c J)^2 / 2 S^2) = base^(c^2)
+        square, power, step = base * base, Decimal(1), base
+        masses = []
+        for c in range(columns):
+            masses.append(power * _cell(c << j, exact))
+            power *= step
+            step *= square
+        total = sum(masses)
+        weights = [int(m * 2**bits / total) for m in masses]
+    weights[0] += 2**bits - sum(weights)
+    thresholds, aliases = _alias(weights, 1 << (bits - column_bits))
+    fraction_bits = 63 - column_bits
+    low_bits = bits - column_bits - fraction_bits
+    starts = np.array([v << j for pair in zip(range(columns), aliases, strict=True) for v in pair], np.int64)
+    return _Table(
+        std=exact,
+        j=j,
+        column_bits=column_bits,
+        thresholds=tuple(thresholds),
+        low_bits=low_bits,
+        high=np.array([t >> low_bits for t in thresholds], np.uint64),
+        starts=starts,
+        margin=MARGIN + (cut * cut / 8 + 1) / std**2,  # the second term bounds |log p(k)/p(cJ) + t|
+        half_inverse_square=0.5 / std**2,
+        digits=digits,
+    )
+
+
+def _context(digits: int) -> decimal.Context:
+    return decimal.Context(prec=digits, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation])
+
+
+def _cell(k: int, std: Decimal) -> Decimal:
+    """p(k) / (density at k): the integral over u in [-1/2, 1/2] of cosh(k u / S^2) exp(-u^2 / (2 S^2)), by its power
+    series, to the precision of the current context."""
+    slope, curve = (k / (std * std)) ** 2, -1 / (2 * std * std)
+    stop = Decimal(10) ** -decimal.getcontext().prec
+    total, outer, i = Decimal(0), Decimal(1), 0
+    while outer > stop or i == 0:
+        inner, n = outer, 0
+        while abs(inner) > stop or n == 0:
+            total += inner / (2 * (i + n) + 1)
+            n += 1
+            inner = inner * curve / (4 * n)
+        i += 1
+        outer = outer * slope / (4 * (2 * i) * (2 * i - 1))
+    return total
+
+
+def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
+    """Walker's alias table in integers: sum(weights) = len(weights) * capacity."""
+    left = list(weights)
+    aliases = list(range(len(left)))
+    small = [i for i, w in enumerate(left) if w < capacity]
+    large = [i for i, w in enumerate(left) if w >= capacity]
+    while small:
+        s, big = small.pop(), large[-1]
+        aliases[s] = big
+        left[big] -= capacity - left[s]
+        if left[big] < capacity:
+            small.append(large.pop())
+    for i in large:
+        left[i] = capacity
+    return left, aliases
+
+
+class RoundedGaussian:
+    """Adds independent rint(S Z) to integers.
+
+    Args:
+        std: S = s/g0, between MIN_STD and MAX_STD.
+        bound_over_std: C/s, see :func:`reach`.
+
+    Raises:
+        ContractViolation: ``std`` out of range.
+    """
+
+    def __init__(self, std: float, bound_over_std: float = 1.0) -> None:
+        if not MIN_STD <= std <= MAX_STD or not bound_over_std >= 0.0:
+            raise ContractViolation(f"A grid noise of {std!r} steps is outside {MIN_STD:g}..{MAX_STD:g}.")
+        self._t = t = _table(float(std), _column_bits(std, bound_over_std))
+        self._fraction_bits = 63 - t.column_bits
+        self._v_shift = max(1, t.j)
+        self._v_unit = 2.0 ** (self._v_shift - 64)
+        self._scratch = {
+            name: np.empty(BLOCK, kind) for name, kind in zip("abcdfgh", "i8 u8 i8 i8 f8 f8 u8".split(), strict=True)
+        }
+
+    def add_to(self, values: _Ints, stream: Keystream) -> None:
+        """values[i] += rint(S Z_i), in place, in blocks.
+
+        Args:
+            values: int64, shape (d,), contiguous.
+        """
+        for block in blocks(values.size):
+            part = values[block]
+            part += self._draw(part.size, stream)
+        for array in self._scratch.values():
+            array.fill(0)
+
+    def _draw(self, count: int, stream: Keystream) -> _Ints:
+        """``count`` <= BLOCK values, in scratch."""
+        result, accepted = self._propose(count, stream)
+        again = np.flatnonzero(~accepted)
+        if again.size:
+            result = result.copy()
+            while again.size:
+                more, accepted = self._propose(again.size, stream)
+                result[again] = more
+                again = again[~accepted]
+        return result
+
+    def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
+        t, fraction_bits = self._t, self._fraction_bits
+        column, high, start, offset, x, y, word = (self._scratch[name][:count] for name in "abcdfgh")
+        first = stream.words(2 * count)
+        second = first[count:]
+        first = first[:count]
+
+        np.right_shift(first, np.uint64(fraction_bits + 1), out=column.view(np.uint64))
+        np.take(t.high, column, out=high, mode="clip")
+        np.bitwise_and(first, np.uint64((1 << fraction_bits) - 1), out=word)
+        alias = word >= high
+        if (word == high).any():  # once in 2^50: the float64 shadow of the threshold does not decide
+            for i in np.flatnonzero(word == high):
+                low = t.thresholds[int(column[i])] & ((1 << t.low_bits) - 1)
+                alias[i] = stream_extension(stream, t.low_bits) >= low
+                raise AssertionError
+        return column, alias
