@@ -117,15 +117,20 @@ def sync(handle: int) -> None:
 
 
 def sync_folder(folder: Path | str) -> None:
-    """Make the names in a folder durable (a rename or a new file is not, until this returns). Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems order names by themselves
-            raise
-    finally:
-        os.close(handle)
+    """Make the names in a folder durable (a rename or a new file is not, until this returns).
+
+    Raises:
+        ArtifactError: no such folder, or the disk failed.
+    """
+    with file_errors(Path(folder), "sync the folder"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems order names by themselves
+                raise
+        finally:
+            os.close(handle)
 
 
 def _claim(handle: int, temporary: Path) -> None:

@@ -21,9 +21,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from lensemble_flwr.data.commitment import derive_salt
 from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
@@ -90,7 +89,7 @@ class Site:
 
     def dataset_salt(self, federation_id: bytes) -> bytes:
         """Salt of the dataset root for one federation: two federations cannot link a data set by its root."""
-        return HKDF(SHA256(), 32, salt=federation_id, info=b"lensemble dataset root").derive(self._secret)
+        return derive_salt(self._secret, federation_id)
 
     # ------------------------------------------------------------------ the latch
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from lensemble_flwr.errors import ConfigError, ContractViolation
 
-BLOCK = 1 << 14
+BLOCK = 1 << 15
 """Coordinates drawn at a time. Part of the format of replayed noise."""
 
 MARGIN = 2.0**-40
@@ -60,7 +60,7 @@ _Words = NDArray[np.uint64]
 _Ints = NDArray[np.int64]
 
 
-# --- entropy -----------------------------------------------------------------------------------------------------------
+# --- entropy ---
 
 
 class Keystream:
@@ -73,7 +73,7 @@ class Keystream:
         if len(key) != 32:
             raise ContractViolation("A keystream needs a 256-bit key.")
         self._key = key
-        self._zeros = bytes(16 * BLOCK)
+        self._zeros = memoryview(bytes(16 * BLOCK))
         self._buffer = bytearray(len(self._zeros) + 16)
         self._words = np.frombuffer(self._buffer, "<u8")
         self._nonce = -1
@@ -92,7 +92,7 @@ class Keystream:
         if size > self._left:
             self._next()
         self._left -= size
-        self._encryptor.update_into(memoryview(self._zeros)[:size], self._buffer)
+        self._encryptor.update_into(self._zeros[:size], self._buffer)
         return self._words[:count]
 
     def integer(self, bits: int) -> int:
@@ -125,7 +125,9 @@ class OsEntropy:
         try:
             key = bytearray(os.urandom(32))
         except (OSError, NotImplementedError) as error:
-            raise ConfigError("The operating system's random source failed.", "Repair it; nothing is released.") from error
+            raise ConfigError(
+                "The operating system's random source failed.", "Repair it; nothing is released."
+            ) from error
         if len(key) != 32 or not any(key):
             raise ConfigError("The operating system's random source is broken.", "Repair it; nothing is released.")
         return Keystream(key)
@@ -167,10 +169,10 @@ def entropy_kind(entropy: object) -> str:
     """
     if type(entropy) not in (OsEntropy, ReplayEntropy):
         raise ContractViolation(f"{type(entropy).__name__} is no source of entropy.", "Use OsEntropy or ReplayEntropy.")
-    return entropy.kind  # type: ignore[attr-defined, no-any-return]
+    return entropy.kind  # type: ignore[attr-defined]
 
 
-# --- the sampler -------------------------------------------------------------------------------------------------------
+# --- the sampler ---
 
 
 def reach(bound_over_std: float) -> float:
@@ -191,7 +193,7 @@ class _Table:
     column_bits: int
     thresholds: tuple[int, ...]  # stay in the column iff its low_bits + fraction bits are below
     low_bits: int
-    high: _Words  # thresholds >> low_bits
+    high: _Ints  # thresholds >> low_bits
     starts: _Ints  # [2 * column + (1 if alias)] -> first |k| of the stratum
     margin: float
     half_inverse_square: float
@@ -214,7 +216,7 @@ def _table(std: float, column_bits: int) -> _Table:
     cut = columns * 2**j / std
     bits = math.ceil(cut * cut / 2 / math.log(2)) + _RELATIVE_BITS + column_bits  # the smallest weight keeps 300 bits
     digits = math.ceil(bits * math.log10(2)) + 20
-    with decimal.localcontext(_context(digits)):
+    with decimal.localcontext(decimal.Context(prec=digits)):
         exact = Decimal(std)
         base = (-(Decimal(2) ** (2 * j)) / (2 * exact * exact)).exp()  # exp(-(c J)^2 / 2 S^2) = base^(c^2)
         square, power, step = base * base, Decimal(1), base
@@ -236,16 +238,12 @@ def _table(std: float, column_bits: int) -> _Table:
         column_bits=column_bits,
         thresholds=tuple(thresholds),
         low_bits=low_bits,
-        high=np.array([t >> low_bits for t in thresholds], np.uint64),
+        high=np.array([t >> low_bits for t in thresholds], np.int64),
         starts=starts,
         margin=MARGIN + (cut * cut / 8 + 1) / std**2,  # the second term bounds |log p(k)/p(cJ) + t|
         half_inverse_square=0.5 / std**2,
         digits=digits,
     )
-
-
-def _context(digits: int) -> decimal.Context:
-    return decimal.Context(prec=digits, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation])
 
 
 def _cell(k: int, std: Decimal) -> Decimal:
@@ -296,52 +294,109 @@ class RoundedGaussian:
     def __init__(self, std: float, bound_over_std: float = 1.0) -> None:
         if not MIN_STD <= std <= MAX_STD or not bound_over_std >= 0.0:
             raise ContractViolation(f"A grid noise of {std!r} steps is outside {MIN_STD:g}..{MAX_STD:g}.")
-        self._t = t = _table(float(std), _column_bits(std, bound_over_std))
-        self._fraction_bits = 63 - t.column_bits
-        self._v_shift = max(1, t.j)
+        self._table = table = _table(float(std), _column_bits(std, bound_over_std))
+        self._fraction_bits = 63 - table.column_bits
+        self._v_shift = max(1, table.j)
         self._v_unit = 2.0 ** (self._v_shift - 64)
-        self._scratch = {
-            name: np.empty(BLOCK, kind) for name, kind in zip("abcdfgh", "i8 u8 i8 i8 f8 f8 u8".split(), strict=True)
-        }
+        self._scratch = np.empty((9, BLOCK), np.int64)
 
     def add_to(self, values: _Ints, stream: Keystream) -> None:
-        """values[i] += rint(S Z_i), in place, in blocks.
+        """values[i] += rint(S Z_i), in place, a block at a time.
 
         Args:
             values: int64, shape (d,), contiguous.
         """
+        rejected = []
         for block in blocks(values.size):
             part = values[block]
-            part += self._draw(part.size, stream)
-        for array in self._scratch.values():
-            array.fill(0)
-
-    def _draw(self, count: int, stream: Keystream) -> _Ints:
-        """``count`` <= BLOCK values, in scratch."""
-        result, accepted = self._propose(count, stream)
-        again = np.flatnonzero(~accepted)
-        if again.size:
-            result = result.copy()
-            while again.size:
-                more, accepted = self._propose(again.size, stream)
-                result[again] = more
-                again = again[~accepted]
-        return result
+            proposal, accepted = self._propose(part.size, stream)
+            rejected.append(np.flatnonzero(~accepted) + block.start)
+            proposal[rejected[-1] - block.start] = 0
+            part += proposal
+        left = np.concatenate(rejected) if rejected else np.empty(0, np.int64)
+        while left.size:  # about 1 in 100; redone together, which is cheaper than block by block
+            again = []
+            for block in blocks(left.size):
+                part = left[block]
+                proposal, accepted = self._propose(part.size, stream)
+                values[part[accepted]] += proposal[accepted]
+                again.append(part[~accepted])
+            left = np.concatenate(again)
+        self._scratch[:] = 0
 
     def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
-        t, fraction_bits = self._t, self._fraction_bits
-        column, high, start, offset, x, y, word = (self._scratch[name][:count] for name in "abcdfgh")
-        first = stream.words(2 * count)
-        second = first[count:]
-        first = first[:count]
+        """One proposal each, and whether it is accepted."""
+        table = self._table
+        column, fraction, high, sign, offset, v, start = self._scratch[:7, :count]
+        t, uniform = self._scratch[7:, :count].view(np.float64)
 
-        np.right_shift(first, np.uint64(fraction_bits + 1), out=column.view(np.uint64))
-        np.take(t.high, column, out=high, mode="clip")
-        np.bitwise_and(first, np.uint64((1 << fraction_bits) - 1), out=word)
-        alias = word >= high
-        if (word == high).any():  # once in 2^50: the float64 shadow of the threshold does not decide
-            for i in np.flatnonzero(word == high):
-                low = t.thresholds[int(column[i])] & ((1 << t.low_bits) - 1)
-                alias[i] = stream_extension(stream, t.low_bits) >= low
-                raise AssertionError
-        return column, alias
+        # A column and a fraction within it; a sign; a place in the stratum; a uniform to accept with.
+        words = stream.words(2 * count)
+        first, second = words[:count], words[count:]
+        np.right_shift(first, np.uint64(self._fraction_bits + 1), out=column.view(np.uint64))
+        np.bitwise_and(first, np.uint64((1 << self._fraction_bits) - 1), out=fraction.view(np.uint64))
+        np.right_shift(first, np.uint64(self._fraction_bits), out=sign.view(np.uint64))
+        np.bitwise_and(sign, 1, out=sign)
+        np.bitwise_and(second, np.uint64((1 << table.j) - 1), out=offset.view(np.uint64))
+        np.right_shift(second, np.uint64(self._v_shift), out=v.view(np.uint64))
+
+        np.take(table.high, column, out=high, mode="clip")
+        alias = fraction >= high
+        if (fraction == high).any():  # once in 2^50: the leading bits of the threshold do not decide
+            for i in np.flatnonzero(fraction == high):
+                low = table.thresholds[int(column[i])] & ((1 << table.low_bits) - 1)
+                alias[i] = stream.integer(table.low_bits) >= low
+        np.left_shift(column, 1, out=column)
+        np.add(column, alias, out=column)
+        np.take(table.starts, column, out=start, mode="clip")
+
+        size = np.add(offset, sign, out=column)  # |k| = start + size
+        np.copyto(t, size)
+        np.left_shift(start, 1, out=high)
+        np.add(high, size, out=high)
+        np.copyto(uniform, high)
+        t *= uniform
+        t *= table.half_inverse_square  # (k^2 - start^2) / (2 S^2)
+        np.copyto(uniform, v)
+        uniform *= self._v_unit
+        accepted = np.add(t, uniform, out=high.view(np.float64)) < 1.0 - table.margin - self._v_unit
+        doubtful = np.flatnonzero(~accepted)
+        if doubtful.size:
+            accepted[doubtful] = self._decide(t[doubtful], v[doubtful], start[doubtful], size[doubtful], stream)
+
+        np.add(start, offset, out=offset)
+        np.negative(sign, out=sign)
+        return np.bitwise_xor(offset, sign, out=offset), accepted  # k or -1 - k
+
+    def _decide(self, t: Any, v: _Ints, start: _Ints, size: _Ints, stream: Keystream) -> NDArray[np.bool_]:
+        """Whether the uniform is below p(start + size) / p(start), with 64 more bits of it, or as many as it takes."""
+        margin = self._table.margin
+        more = stream.words(t.size).copy()
+        uniform = (v + (more >> np.uint64(11)).astype(np.float64) * 2.0**-53) * self._v_unit
+        largest, terms = float(t.max()), 2
+        while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:  # t <= 2: 26 terms do
+            terms += 1
+        ratio = np.full_like(t, _TAYLOR[terms])
+        for coefficient in reversed(_TAYLOR[:terms]):
+            ratio *= t
+            np.subtract(coefficient, ratio, out=ratio)
+        yes: NDArray[np.bool_] = uniform < ratio - margin
+        for i in np.flatnonzero(~yes & (uniform <= ratio + margin)):
+            bits = int(v[i]) << 64 | int(more[i])
+            yes[i] = self._decide_exactly(bits, 128 - self._v_shift, int(start[i]), int(size[i]), stream)
+        return yes
+
+    def _decide_exactly(self, uniform: int, bits: int, start: int, size: int, stream: Keystream) -> bool:
+        table = self._table
+        with decimal.localcontext(decimal.Context(prec=table.digits)):
+            exponent = -Decimal(size * (2 * start + size)) / (2 * table.std * table.std)
+            ratio = exponent.exp() * _cell(start + size, table.std) / _cell(start, table.std)
+            if uniform == int(ratio * 2**bits):
+                uniform = uniform << _RELATIVE_BITS | stream.integer(_RELATIVE_BITS)
+                bits += _RELATIVE_BITS
+            return uniform < int(ratio * 2**bits)
+
+
+def blocks(size: int, block: int = BLOCK) -> Iterator[slice]:
+    """Consecutive slices that cover ``range(size)``."""
+    return (slice(start, min(start + block, size)) for start in range(0, size, block))

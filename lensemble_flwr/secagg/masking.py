@@ -137,7 +137,7 @@ def _unbalanced(message: str) -> SecureAggregationError:
 def _walk(
     vector: Lanes, payload: npt.NDArray[Any], ring: RingParams, segment: int, masks: keystream.Masks
 ) -> Iterator[tuple[Lanes, npt.NDArray[Any]]]:
-    """Views of a segment's lanes and payload, block by block; the first block has the sentinels ahead of the payload."""
+    """Views of a segment's lanes and payload, by blocks; the first block has the sentinels ahead of its payload."""
     first = segment * SEGMENT
     lanes = vector[first : min(first + SEGMENT, ring.body)]
     ahead = first - segment * ring.sentinels

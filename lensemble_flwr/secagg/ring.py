@@ -271,7 +271,7 @@ def wrap(q: npt.NDArray[np.int64], ring: RingParams) -> Lanes:
 
 
 def center(lanes: Lanes, ring: RingParams, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-    """Lanes -> the representative in [-2^(bits-1), 2^(bits-1)), int64, into `out` if given. Ignores bits over `bits`."""
+    """Lanes -> the representative in [-2^(bits-1), 2^(bits-1)), int64. Bits of a lane above `bits` are ignored."""
     signed = (lanes << np.uint32(8) if ring.bits == 24 else lanes).view(f"<i{ring.lane.itemsize}")
     out = np.empty(lanes.size, np.int64) if out is None else out
     np.copyto(out, signed)

@@ -1,0 +1,170 @@
+"""Charges, budgets and their exact sums."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.spending import Budget, Charge, Spending
+
+multipliers = st.floats(1e-3, 1e6)
+
+
+def test_views() -> None:
+    charge = Charge(2.0, 10, 2)
+    assert charge.mu2("local") == 0.25
+    assert charge.mu2("central") == 0.25 / 8
+    assert Charge(2.0, 2, 2).mu2("central") == Charge(2.0, 2, 5).mu2("central") == 0.25
+    with pytest.raises(ConfigError, match="view"):
+        charge.mu2("global")
+
+
+@given(multipliers, st.integers(1, 50), st.integers(0, 60), st.integers(1, 10**9))
+def test_sums_are_exact_and_rounded_up(own: float, m: int, k: int, rounds: int) -> None:
+    charge = Charge(own, m, k)
+    for view, noisy in (("local", 1), ("central", max(1, m - k))):
+        truth = rounds / (Fraction(own) ** 2 * noisy)
+        value = Spending().plus(charge, rounds).mu2(view)
+        assert Fraction(value) >= truth
+        assert Fraction(value) - truth <= Fraction(math.ulp(value))
+
+
+@given(st.lists(st.tuples(multipliers, st.floats(0, 1e-3)), min_size=1, max_size=20), st.randoms())
+def test_sums_depend_neither_on_order_nor_on_steps(charges: list[tuple[float, float]], random) -> None:
+    items = [Charge(own, 5, 1, extra) for own, extra in charges]
+    shuffled = random.sample(items, len(items))
+    one, other = Spending(), Spending()
+    for a, b in zip(items, shuffled, strict=True):
+        one, other = one.plus(a).plus(a).plus(a), other.plus(b, 3)
+    assert one == other
+    assert Fraction(one.delta_extra) >= 3 * sum(Fraction(item.delta_extra) for item in items)
+
+
+def test_sigma_one_epsilon_eight_is_exactly_two_rounds() -> None:
+    budget, charge = Budget("local", 8.0, 1e-5), Charge(1.0, 3, 1)
+    assert Spending().plus(charge, 2).within(budget)
+    assert not Spending().plus(charge, 3).within(budget)
+    assert Spending().plus(charge, 1).epsilon("local", 1e-5) == pytest.approx(4.37717, abs=1e-4)
+
+
+def test_published_sums_of_the_central_view() -> None:
+    """100 rounds of 10 participants with s = sqrt(10) C: exact figures for 0, 1, 5 and 9 colluders, and local."""
+    for colluders, epsilon in ((0, 4.3772), (1, 4.6530), (3, 5.3882), (5, 6.5730), (9, 17.8566), (10, 17.8566)):
+        spent = Spending().plus(Charge(math.sqrt(10), 10, colluders), 100)
+        assert spent.epsilon("central", 1e-5) == pytest.approx(epsilon, abs=1e-4)
+        assert spent.epsilon("local", 1e-5) == pytest.approx(17.8566, abs=1e-4)
+
+
+def test_delta_extra_adds_to_delta() -> None:
+    spent = Spending().plus(Charge(1.0, 3, 1), 2)
+    reached = gaussian.delta(math.nextafter(math.sqrt(2), 2), 8.0)
+    room = 1e-5 - reached
+    assert spent.plus(Charge(1e12, 3, 1, room * 0.999)).within(Budget("local", 8.0, 1e-5))
+    assert not spent.plus(Charge(1e12, 3, 1, room * 1.001)).within(Budget("local", 8.0, 1e-5))
+    assert Spending().plus(Charge(1e9, 3, 1, 1e-5)).epsilon("local", 1e-5) == math.inf
+    assert Spending().plus(Charge(1e9, 3, 1, 1e-6), 10).epsilon("local", 1e-5) == math.inf
+
+
+@pytest.mark.parametrize("own", [0.0, -0.0, math.inf, math.nan, 5e-324, 1e-200, 10**400])
+def test_charges_that_hide_nothing_fit_no_finite_budget(own: float) -> None:
+    spent = Spending().plus(Charge(own, 3, 1))
+    for view in ("local", "central"):
+        assert not spent.within(Budget(view, 1e300, 0.999))
+        assert spent.epsilon(view, 0.5) == math.inf
+        assert spent.within(Budget(view, math.inf, 1e-5)), "an unprotected view is never passed"
+    assert not spent.plus(Charge(1.0, 3, 1), 10**9).within(Budget("local", 1e300, 0.999))
+
+
+@pytest.mark.parametrize("extra", [math.nan, math.inf, 1.0, 2.0])
+def test_a_delta_extra_that_is_none_fits_no_budget(extra: float) -> None:
+    assert Charge(1.0, 3, 1, extra).delta_extra == 1.0
+    assert not Spending().plus(Charge(1.0, 3, 1, extra)).within(Budget("local", 1e6, 0.999999))
+
+
+def failing(*_: float) -> float:
+    raise FloatingPointError("no convergence")
+
+
+@pytest.mark.parametrize("broken", [lambda *_: math.nan, lambda *_: math.inf, lambda *_: -math.inf, failing])
+def test_a_failing_accountant_refuses(monkeypatch: pytest.MonkeyPatch, broken) -> None:
+    spent, budget = Spending().plus(Charge(100.0, 3, 1)), Budget("local", 8.0, 1e-5)
+    assert spent.within(budget)
+    monkeypatch.setattr(gaussian, "delta", broken)
+    monkeypatch.setattr(gaussian, "epsilon", broken)
+    assert not spent.within(budget)
+    assert spent.epsilon("local", 1e-5) == math.inf
+
+
+def test_nothing_spent_is_nothing() -> None:
+    assert Spending().mu2("local") == Spending().epsilon("central", 1e-9) == Spending().delta_extra == 0.0
+    assert Spending().within(Budget("local", 0.0, 1e-300))
+
+
+@given(st.floats(1e-2, 300), st.floats(-12, -2), st.integers(1, 5000), st.floats(0, 0.5))
+def test_a_calibrated_run_fits_to_its_last_round_and_not_one_more(eps: float, log_delta: float, t: int, part: float):
+    """Noise sized for T rounds (with 1e-12 to spare) fits T rounds at once and in any view; twice as many do not."""
+    delta = 10.0**log_delta
+    extra = part * delta / t
+    sigma = math.sqrt(t) / gaussian.mu_for(eps, delta - t * extra) * (1 + 1e-12)
+    local, central = Charge(sigma, 3, 1, extra), Charge(sigma / math.sqrt(7), 8, 1, extra)
+    assert Spending().plus(local, t).within(Budget("local", eps, delta))
+    assert Spending().plus(central, t).within(Budget("central", eps, delta))
+    assert not Spending().plus(local, 2 * t).within(Budget("local", eps, delta))
+
+
+@given(st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(0.01, 100), st.floats(1e-12, 1e-2))
+def test_a_budget_that_is_passed_stays_passed(own: float, rounds: int, eps: float, delta: float) -> None:
+    budget, spent = Budget("local", eps, delta), Spending().plus(Charge(own, 3, 1), rounds)
+    more = spent.plus(Charge(own, 3, 1))
+    assert spent.within(budget) or not more.within(budget)
+    assert more.epsilon("local", delta) >= spent.epsilon("local", delta)
+
+
+@given(st.builds(Charge, multipliers, st.integers(1, 99), st.integers(0, 99), st.floats(0, 1)))
+def test_charges_survive_their_record(charge: Charge) -> None:
+    assert Charge.from_record(charge.record()) == charge
+    spent = Spending().plus(charge, 7)
+    assert Spending.from_record(spent.record()) == spent
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"own_multiplier": -1.0}, "own_multiplier"),
+        ({"own_multiplier": "1"}, "own_multiplier"),
+        ({"own_multiplier": True}, "own_multiplier"),
+        ({"min_survivors": 0}, "min_survivors"),
+        ({"min_survivors": 3.0}, "min_survivors"),
+        ({"colluders": -1}, "colluders"),
+        ({"delta_extra": -1e-9}, "delta_extra"),
+        ({"sample_rate": 0.5}, "seen by others"),
+        ({"sample_rate": math.nan}, "sample_rate"),
+        ({"guarantee": "global"}, "guarantee"),
+    ],
+)
+def test_bad_charges(values: dict, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Charge(**{"own_multiplier": 1.0, "min_survivors": 3, "colluders": 1, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"view": "global"}, "view"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"scope": "run"}, "scope"),
+    ],
+)
+def test_bad_budgets(values: dict, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Budget(**{"view": "local", "epsilon": 1.0, "delta": 1e-5, **values})
