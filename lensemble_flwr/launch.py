@@ -41,6 +41,7 @@ STOP_FILE_VARIABLE = "LENSEMBLE_STOP_FILE"
 """Environment variable naming a file; once it exists, the ServerApp should end after the stage it is in."""
 
 COMPLETED = "finished:completed"
+_PACKAGES = ("lensemble_flwr", "strategies", "clients")
 _CONNECTION = "lensemble"
 _PREFIX = "lensemble-"
 _MAGIC_ADDRESSES = (":local:", ":local-in-memory:")
@@ -63,7 +64,8 @@ class RunResult:
         status: Flower's status (``finished:completed``, ``finished:failed``, ``finished:stopped``), or
             ``interrupted`` (stopped by a signal to this command), or ``lost`` (its process died without a word).
         details: why, as text; the error's ``[CODE] message`` when the ServerApp raised one. Empty when completed.
-        exit_status: 0 only for ``finished:completed`` after the ServerApp's "end" event; else 1, 2 (bad input), 3 (budget), 130 (interrupted).
+        exit_status: 0 only for ``finished:completed`` after the ServerApp's "end" event; else 1, 2 (bad input),
+            3 (budget), 130 (interrupted).
         run_id: Flower's number of the run, None if it never got one.
     """
 
@@ -84,7 +86,6 @@ def run_federation(
     superlink: str | None = None,
     on_line: Callable[[str], None] = lambda line: None,
     on_tick: Callable[[], None] = lambda: None,
-    log_dir: str | Path | None = None,
     stop_grace_s: float = 20.0,
 ) -> RunResult:
     """Run one federation to its end and leave no process behind.
@@ -100,7 +101,6 @@ def run_federation(
             started here. None: a private SuperLink with Flower's simulation runtime.
         on_line: called in this thread with each line of the run's log, without colours and line end.
         on_tick: called in this thread about four times a second.
-        log_dir: folder for ``superlink.log``; None: it goes with the temporary folder.
         stop_grace_s: after the first SIGINT, SIGTERM or SIGHUP the ServerApp has this long to end by itself
             (see :data:`STOP_FILE_VARIABLE`); a second signal ends the run at once.
 
@@ -122,7 +122,7 @@ def run_federation(
                 # Flower starts one ray worker for each core, however few participants there are.
                 federation += f" init-args-num-cpus={num_supernodes * client_cpus}"
             arguments += ["--federation-config", federation]
-            connection, local = _CONNECTION, _SuperLink(tools, space, environment, log_dir)
+            connection, local = _CONNECTION, _SuperLink(tools, space, environment, on_line)
         else:
             _check_connection(superlink)
             environment = _command_environment(tools)
@@ -180,7 +180,7 @@ def stage_app(source: Path, target: Path) -> Path:
         (target / "pyproject.toml").write_bytes(text)
         for pattern in patterns:
             root = source
-            if description.name == "app.toml" and not pattern.startswith(("lensemble_flwr/", "strategies/", "clients/")):
+            if description.name == "app.toml" and pattern.split("/")[0] not in _PACKAGES:
                 root = package
             for file in root.glob(pattern):
                 if file.is_file() and not file.is_symlink():
@@ -247,7 +247,7 @@ def _runtime_environment(tools: _Tools, folder: Path, mark: str) -> dict[str, st
         "FLWR_HOME": str(folder / "flwr"),
         # Otherwise Flower installs the app's dependencies anew, from the network, for every run.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "TMPDIR": str(folder / "t"),
         "RAY_TMPDIR": str(folder),
         "RAY_ADDRESS": "local",  # never join a cluster that happens to run here
@@ -272,7 +272,7 @@ def _toml(text: str) -> str:
 def _os_error(error: OSError, what: str) -> LaunchError:
     remedy = "Set TMPDIR to a folder that you can write and whose path is short."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = f"Free some space on the disk of {tempfile.gettempdir()}, or set TMPDIR to a short path on another one."
+        remedy = f"Free space on the disk of {tempfile.gettempdir()}, or set TMPDIR to a short path on another one."
     elif error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
         remedy = "The machine has no processes, open files or memory left for it; look at ulimit -a and free."
     return LaunchError(f"{what}: {error.strerror or error}.", remedy)
@@ -370,7 +370,7 @@ class _Signals:
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: stay deaf to SIGHUP
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a script's background job
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -411,10 +411,10 @@ class _SuperLink:
     """A private SuperLink with the simulation runtime, on a free port of the loopback interface."""
 
     def __init__(
-        self, tools: _Tools, space: _Workspace, environment: dict[str, str], log_dir: str | Path | None
+        self, tools: _Tools, space: _Workspace, environment: dict[str, str], on_line: Callable[[str], None]
     ) -> None:
-        self._tools, self._space, self._environment = tools, space, environment
-        self.log = Path(log_dir or space.path) / "superlink.log"
+        self._tools, self._space, self._environment, self._on_line = tools, space, environment, on_line
+        self.log = space.path / "superlink.log"
         self.process: subprocess.Popen | None = None
 
     def __enter__(self) -> _SuperLink:
@@ -431,10 +431,7 @@ class _SuperLink:
                 return self
             if "address already in use" not in self.tail(50).lower():
                 break
-        raise LaunchError(
-            f"Flower's SuperLink ended at its start: {self._last_words()}",
-            f"Its log is {self.log}." if self.log.parent != self._space.path else "",
-        )
+        raise LaunchError(f"Flower's SuperLink ended at its start: {self._last_words()}")
 
     def _start(self, port: int) -> None:
         command = [self._tools.superlink, "--insecure", "--simulation", "--isolation", "subprocess"]
@@ -472,7 +469,9 @@ class _SuperLink:
         return ""
 
     def _last_words(self) -> str:
-        lines = [line.strip() for line in self.tail(20).splitlines() if line.strip()]
+        lines = [line.strip() for line in self.tail(50).splitlines() if line.strip()]
+        for line in lines:  # its log goes with the temporary folder
+            self._on_line(f"(superlink) {line}")
         return lines[-1][:300] if lines else "it said nothing."
 
     def died(self) -> LaunchError | None:

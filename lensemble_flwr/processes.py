@@ -137,7 +137,9 @@ def end_family(
     Returns:
         What is still alive (normally nothing).
     """
-    started, groups, asked = clock(), set(), set()
+    started = clock()
+    groups: set[int] = set()
+    asked: set[int] = set()
     while True:
         _reap(children)
         left = [p for p in family(mark, roots, groups) if p.alive]

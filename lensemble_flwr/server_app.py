@@ -99,7 +99,7 @@ def _run(grid: Grid, context: Context) -> None:
         _finish(manifest, folder, error.code, str(error))
         raise
     _finish(manifest, folder, "completed", "")
-    emit("done", {"output_dir": str(folder.path)})
+    emit("end", {"output_dir": str(folder.path)})
 
 
 def _finish(manifest: RunManifest, folder: RunFolder, status: str, detail: str) -> None:

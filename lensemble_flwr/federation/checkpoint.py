@@ -73,8 +73,16 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> bytes:
     content = checkpoint.content_hash()
     header = {**checkpoint._header(), "content_hash": content.hex()}
     tensors = {name: np.ascontiguousarray(value) for name, value in checkpoint._tensors().items()}
-    atomic_write(path, save(tensors, metadata=header), mode=0o644)
+    atomic_write(path, _in_canonical_order(save(tensors, metadata=header)), mode=0o644)
     return content
+
+
+def _in_canonical_order(raw: bytes) -> bytes:
+    """The same safetensors file with sorted keys in its header, so that equal checkpoints are equal files."""
+    size = int.from_bytes(raw[:8], "little")
+    text = json.dumps(json.loads(raw[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + raw[8 + size :]
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

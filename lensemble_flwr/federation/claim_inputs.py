@@ -12,7 +12,30 @@ from lensemble_flwr.privacy.claims import Claim, ClaimInputs, claim_grade, claim
 
 def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
     """What the claims of this run depend on."""
-    raise NotImplementedError
+    privacy = config.privacy
+    return ClaimInputs(
+        guarantee=privacy.guarantee,
+        noise_multiplier=plan.noise_multiplier,
+        clip_norm=plan.clip_norm,
+        rounds=config.diloco.rounds,
+        # What rounding and sampling cost comes off first, so that the row's total delta is within the target.
+        delta=max(privacy.target_delta - config.diloco.rounds * plan.delta_extra, privacy.target_delta * 1e-3),
+        n=plan.n,
+        min_survivors=plan.min_survivors,
+        colluders=plan.colluders,
+        dimension=plan.dimension,
+        ring_bits=plan.ring.bits,
+        scale_log2=plan.ring.scale_log2,
+        qmax=plan.ring.qmax,
+        secagg_enabled=config.secagg.enabled,
+        identities_pinned=False,  # signatures and the consistency stage are not built yet
+        consistency_stage=False,
+        entropy=privacy.entropy,
+        simulation=simulation,
+        privacy_enabled=privacy.enabled,
+        accountant=privacy.accountant,
+        two_party=plan.two_party,
+    )
 
 
 def claims_of(config: Config, plan: Plan, simulation: bool) -> list[Claim]:

@@ -25,7 +25,7 @@ from lensemble_flwr.errors import (
 )
 from lensemble_flwr.federation.checkpoint import Checkpoint
 from lensemble_flwr.federation.outer import Step, checked_step, outer_step
-from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, session_params
+from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open, session_params
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
     JoinReply,
@@ -35,7 +35,7 @@ from lensemble_flwr.federation.records import (
     RoundOpen,
 )
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
-from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
+from lensemble_flwr.federation.task import Task, theta_hash
 from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
 from lensemble_flwr.secagg import ServerSession, from_wire
 
@@ -296,34 +296,8 @@ class Coordinator:
                 minimum=federation.min_participants,
             )
         plan: Plan = make_plan(self.config, len(roster), self.task.dimension)
-        seed = sketch_seed(self.folder.federation_id, index)
-        opened = RoundOpen(
-            federation_id=self.folder.federation_id,
-            config_hash=config_hash(self.config),
-            round=index,
-            rounds=self.config.diloco.rounds,
-            theta_hash=theta_hash(self.task.layout, self._theta(checkpoint)),
-            base_hash=self.task.base_hash,
-            probe_hash=self.task.probe_hash,
-            sketch_seed=seed,
-            sketch_hash=self.task.sketch_hash(seed),
-            inner_steps=self.config.diloco.inner_steps,
-            dimension=self.task.dimension,
-            ring_bits=plan.ring.bits,
-            scale_log2=plan.ring.scale_log2,
-            clip_norm=plan.clip_norm,
-            noise_multiplier=plan.noise_multiplier,
-            noise_std=plan.noise_std,
-            target_epsilon=self.config.privacy.target_epsilon,
-            target_delta=self.config.privacy.target_delta,
-            guarantee=plan.guarantee,
-            replay=self.config.privacy.entropy == "replay",
-            threshold=plan.threshold,
-            min_survivors=plan.min_survivors,
-            colluders=plan.colluders,
-            two_party=plan.two_party,
-            roster=roster,
-        )
+        theta = theta_hash(self.task.layout, self._theta(checkpoint))
+        opened = round_open(self.config, self.task, plan, self.folder.federation_id, index, theta, roster)
         self.folder.write_opened(opened)
         return opened
 

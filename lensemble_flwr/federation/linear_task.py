@@ -20,6 +20,8 @@ FEATURES, POINTS = 16, 40
 class LinearTask:
     """See the module. theta = (w in R^16, bias)."""
 
+    headline = rehearsal_metric = "heldout_error"
+
     def __init__(self, config: Config) -> None:
         self.layout: tuple[Slice, ...] = (Slice("weight", (FEATURES,), 0), Slice("bias", (1,), FEATURES))
         self.base_hash = hashlib.sha256(b"lensemble linear task 1").digest()
@@ -52,13 +54,19 @@ class LinearTask:
     def local_update(
         self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
     ) -> LocalResult:
-        x, y = self._data(f"participant {partition}", POINTS)
+        return LocalResult(self._descend(theta, f"participant {partition}", steps), b"")
+
+    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+        return self._descend(theta, f"public {share}", steps)
+
+    def _descend(self, theta: np.ndarray, label: str, steps: int) -> np.ndarray:
+        x, y = self._data(label, POINTS)
         w = theta.astype(np.float64)
         for _ in range(steps):
             w -= self._lr * x.T @ (x @ w - y) / len(y)
         if not np.isfinite(w).all():
             raise ContractViolation("The local steps diverged.")
-        return LocalResult(w.astype(np.float32), b"")
+        return w.astype(np.float32)
 
     def evaluate(self, theta: np.ndarray) -> dict[str, float]:
         x, y = self._data("held-out", 400)

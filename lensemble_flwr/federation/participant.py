@@ -26,11 +26,12 @@ from lensemble_flwr.federation.records import (
     RoundClose,
     RoundOpen,
 )
-from lensemble_flwr.federation.release import decode_release, encode_release, release_update
+from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
 from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused, set_header_bytes
 from lensemble_flwr.privacy.ledger import PrivacyLedger
+from lensemble_flwr.privacy.mechanism import Release
 from lensemble_flwr.secagg import ClientSession, to_wire
 
 ACK = b"\x01"
@@ -170,34 +171,33 @@ class SiteParticipant:
         with self.site.ledger() as ledger:
             entry = ledger.state(opened.federation_id, opened.round)
             if entry.state == "encoded":
-                q = self._cached(ledger, opened)
-                if q is None:
+                release = self._cached(ledger, opened)
+                if release is None:
                     raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             elif entry.state is None:
-                q = self._fresh(ledger, opened, theta)
+                release = self._fresh(ledger, opened, theta)
             else:
                 if entry.state == "reserved":
                     ledger.forfeit(opened.federation_id, opened.round, "no update was written")
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
-        lanes = session.masked(envelopes, q)
+        lanes = session.masked(envelopes, release.q)
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
         return Outgoing(self.dataset_root(opened.federation_id), to_wire(lanes, session_params(opened, attempt).ring))
 
-    def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> np.ndarray:
+    def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
         delta, state = self._delta(opened, theta)
         fid, index = opened.federation_id, opened.round
         # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
         ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
-        q = release_update(delta, opened, self.site.identity, self.runtime.simulation)
-        encoded = encode_release(q)
-        digest = self.site.save_release(fid, index, encoded)
+        release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
+        digest = self.site.save_release(fid, index, release.to_bytes())
         if state is not None:
             self.site.stage_local_state(fid, index, state)
         ledger.encoded(fid, index, digest, opened.digest())
         self.site.adopt_local_state(fid, index)
-        return q
+        return release
 
     def _delta(self, opened: RoundOpen, theta: np.ndarray) -> tuple[np.ndarray | None, bytes | None]:
         """Delta = aligned local theta - theta, float32; None (a zero update) when privacy is on and training failed."""
@@ -213,6 +213,8 @@ class SiteParticipant:
             delta = result.theta - theta
             if delta.dtype != np.float32 or not np.isfinite(delta).all():
                 raise ContractViolation("The local update is not finite.")
+            if not opened.private and np.abs(delta).max() > self.config.secagg.range:
+                raise ContractViolation("The local update has a coordinate over the public range.")
         except Exception as error:
             if not opened.private:
                 failure = refused(f"The local update failed: {error}", Refusal.UPDATE)
@@ -222,18 +224,18 @@ class SiteParticipant:
             return None, None
         return delta, result.state
 
-    def _cached(self, ledger: PrivacyLedger, opened: RoundOpen) -> np.ndarray | None:
+    def _cached(self, ledger: PrivacyLedger, opened: RoundOpen) -> Release | None:
         """The update that was encoded for this round, or None after forfeiting it. Never a second draw."""
         entry = ledger.state(opened.federation_id, opened.round)
-        encoded = None
+        release = None
         if entry.open_hash == opened.digest() and entry.q_hash is not None:
-            encoded = self.site.load_release(opened.federation_id, opened.round, entry.q_hash)
-        if encoded is None:
+            release = self.site.load_release(opened.federation_id, opened.round, entry.q_hash)
+        if release is None:
             ledger.forfeit(opened.federation_id, opened.round, "the cached update is missing or of another round")
             return None
         # `encoded` was recorded, so the state that belongs to it counts even if the process died before adopting it.
         self.site.adopt_local_state(opened.federation_id, opened.round)
-        return decode_release(encoded, opened.dimension)
+        return release
 
     # ------------------------------------------------------------------ stage 4: survivors -> one share per peer
 
@@ -277,10 +279,15 @@ class SiteParticipant:
         with self.site.ledger() as ledger:
             # Rounds whose close never arrived are over too once a later one is.
             for index in ledger.open_rounds(closed.federation_id):
-                if index <= closed.round:
+                if index > closed.round:
+                    continue
+                if ledger.state(closed.federation_id, index).state == "reserved":
+                    ledger.forfeit(closed.federation_id, index, "no update was written")
+                    self.site.discard_staged_state(closed.federation_id, index)
+                else:
                     outcome = Outcome(closed.outcome) if index == closed.round else Outcome.BURNT
                     ledger.close(closed.federation_id, index, outcome.name.lower())
-                    self.site.delete_release(closed.federation_id, index)
+                self.site.delete_release(closed.federation_id, index)
 
     # ------------------------------------------------------------------ memory between stages
 

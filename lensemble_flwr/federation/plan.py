@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lensemble_flwr.config import Config
+from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.federation.task import Task, sketch_seed
 from lensemble_flwr.privacy import gaussian
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.bounds import release_delta
@@ -121,8 +122,51 @@ def _ring_and_extra(
     std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k)
     bound = config.privacy.clip_norm + TAIL * std
     ring = RingParams.for_range(config.secagg.ring_bits, n, bound, dimension)
-    extra = release_delta(noise_std=std, scale_log2=ring.scale_log2, ring_bits=ring.bits, dimension=dimension, roster=n)
+    extra = release_delta(
+        noise_std=std,
+        clip_norm=config.privacy.clip_norm,
+        scale_log2=ring.scale_log2,
+        ring_bits=ring.bits,
+        dimension=dimension,
+        roster=n,
+        min_survivors=m,
+        colluders=k,
+    )
     return std, ring, extra
+
+
+def round_open(
+    config: Config, task: Task, plan: Plan, federation_id: bytes, index: int, theta: bytes, roster: tuple[bytes, ...]
+) -> RoundOpen:
+    """The record of a round; ``theta`` is the model's hash, ``roster`` the sorted identities that joined."""
+    seed = sketch_seed(federation_id, index)
+    return RoundOpen(
+        federation_id=federation_id,
+        config_hash=config_hash(config),
+        round=index,
+        rounds=config.diloco.rounds,
+        theta_hash=theta,
+        base_hash=task.base_hash,
+        probe_hash=task.probe_hash,
+        sketch_seed=seed,
+        sketch_hash=task.sketch_hash(seed),
+        inner_steps=config.diloco.inner_steps,
+        dimension=task.dimension,
+        ring_bits=plan.ring.bits,
+        scale_log2=plan.ring.scale_log2,
+        clip_norm=plan.clip_norm,
+        noise_multiplier=plan.noise_multiplier,
+        noise_std=plan.noise_std,
+        target_epsilon=config.privacy.target_epsilon,
+        target_delta=config.privacy.target_delta,
+        guarantee=plan.guarantee,
+        replay=config.privacy.entropy == "replay",
+        threshold=plan.threshold,
+        min_survivors=plan.min_survivors,
+        colluders=plan.colluders,
+        two_party=plan.two_party,
+        roster=roster,
+    )
 
 
 def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
@@ -149,10 +193,13 @@ def opened_charge(opened: RoundOpen) -> Charge:
     if opened.private:
         extra = release_delta(
             noise_std=opened.noise_std,
+            clip_norm=opened.clip_norm,
             scale_log2=opened.scale_log2,
             ring_bits=opened.ring_bits,
             dimension=opened.dimension,
             roster=len(opened.roster),
+            min_survivors=opened.min_survivors,
+            colluders=opened.colluders,
         )
     return charge(
         Guarantee(opened.guarantee),

@@ -11,16 +11,14 @@ import hashlib
 
 import numpy as np
 
-from lensemble_flwr.errors import ArtifactError, ContractViolation
+from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.records import RoundOpen
-from lensemble_flwr.privacy.mechanism import add_noise, clip_to_grid, encode_exact, to_release, zero_update
+from lensemble_flwr.privacy.mechanism import Release, add_noise, clip_to_grid, encode_exact, to_release, zero_update
 from lensemble_flwr.privacy.noise import Entropy, OsEntropy, ReplayEntropy
 from lensemble_flwr.secagg import RingParams
 
-_MAGIC = b"LQV1"
 
-
-def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes, simulation: bool) -> np.ndarray:
+def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes, simulation: bool) -> Release:
     """Clip, noise and encode one update; ``None`` is the zero update, which looks like any other.
 
     Args:
@@ -30,7 +28,7 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         simulation: whether replay is possible at all here.
 
     Returns:
-        int64, shape (d,): multiples of the ring's grid, |q| <= qmax.
+        The one thing that may be masked and sent: multiples of the ring's grid, |q| <= qmax.
 
     Raises:
         ContractViolation: wrong shape, or seeded noise outside a simulation.
@@ -41,14 +39,14 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
     if not opened.private:
         if delta is None:
             raise ContractViolation("Without privacy there is no zero update.")
-        return encode_exact(delta, ring.scale_log2, ring.qmax, entropy).q
+        return encode_exact(delta, ring.scale_log2, ring.qmax, entropy)
     if delta is None:
         clipped = zero_update(opened.dimension, opened.clip_norm, opened.noise_std)
     else:
         if delta.shape != (opened.dimension,):
             raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
         clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
-    return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax).q
+    return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax)
 
 
 def _entropy(opened: RoundOpen, identity: bytes, simulation: bool) -> Entropy:
@@ -58,19 +56,3 @@ def _entropy(opened: RoundOpen, identity: bytes, simulation: bool) -> Entropy:
         raise ContractViolation("Seeded noise exists only in a simulation.")
     digest = hashlib.sha256(b"lensemble replay\0" + opened.config_hash + identity + opened.round.to_bytes(4, "big"))
     return ReplayEntropy(int.from_bytes(digest.digest()[:8], "big"))
-
-
-def encode_release(q: np.ndarray) -> bytes:
-    """The canonical bytes of a release, kept at the site until its round is over."""
-    return _MAGIC + np.ascontiguousarray(q, dtype="<i8").tobytes()
-
-
-def decode_release(encoded: bytes, dimension: int) -> np.ndarray:
-    """Inverse of :func:`encode_release`.
-
-    Raises:
-        ArtifactError: not a release of this dimension.
-    """
-    if encoded[:4] != _MAGIC or len(encoded) != 4 + 8 * dimension:
-        raise ArtifactError("The cached update is damaged.")
-    return np.frombuffer(encoded, "<i8", offset=4).astype(np.int64)

@@ -27,6 +27,7 @@ from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.privacy.ledger import PrivacyLedger
+from lensemble_flwr.privacy.mechanism import Release
 
 
 class Site:
@@ -129,13 +130,12 @@ class Site:
         atomic_write(self._release_path(federation_id, round_index), encoded)
         return hashlib.sha256(encoded).digest()
 
-    def load_release(self, federation_id: bytes, round_index: int, expected_hash: bytes) -> bytes | None:
+    def load_release(self, federation_id: bytes, round_index: int, expected_hash: bytes) -> Release | None:
         """The cached update, or None when it is missing or not the one that the ledger names."""
         try:
-            encoded = self._release_path(federation_id, round_index).read_bytes()
-        except OSError:
+            return Release.from_bytes(self._release_path(federation_id, round_index).read_bytes(), expected_hash)
+        except (OSError, ArtifactError):
             return None
-        return encoded if hashlib.sha256(encoded).digest() == expected_hash else None
 
     def delete_release(self, federation_id: bytes, round_index: int) -> None:
         """Forget a cached update once its round is over."""

@@ -44,10 +44,20 @@ class Task(Protocol):
     """One kind of model on one kind of data, built from a :class:`Config`; the same at every party."""
 
     layout: tuple[Slice, ...]
-    base_hash: bytes
-    """SHA-256 of everything public that theta does not hold: frozen weights, bases, normalisers."""
-    probe_hash: bytes
-    """SHA-256 of the public probe (zeros when the task has none)."""
+    headline: str
+    """The metric that says whether training helped; lower is better."""
+    rehearsal_metric: str
+    """The metric that public rehearsals are judged by, on public data like that of the pseudo-participants."""
+
+    @property
+    def base_hash(self) -> bytes:
+        """SHA-256 of everything public that theta does not hold: frozen weights, bases, normalisers."""
+        ...
+
+    @property
+    def probe_hash(self) -> bytes:
+        """SHA-256 of the public probe (zeros when the task has none)."""
+        ...
 
     @property
     def dimension(self) -> int: ...
@@ -72,6 +82,10 @@ class Task(Protocol):
         Raises:
             LensembleError: the data or the training failed; the caller decides what may be said about it.
         """
+        ...
+
+    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+        """The same local steps on one of ``shares`` equal shares of public data: a pseudo-participant (decision 22)."""
         ...
 
     def evaluate(self, theta: np.ndarray) -> dict[str, float]:

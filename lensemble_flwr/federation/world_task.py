@@ -43,6 +43,8 @@ _ALTITUDE = 1
 class WorldTask:
     """See the module. Everything public is cached below the home folder; participants only read."""
 
+    headline, rehearsal_metric = "r5", "r5_nominal"
+
     def __init__(self, config: Config) -> None:
         data, model, inner, objective = config.data, config.model, config.inner, config.objective
         self.config = config
@@ -94,6 +96,7 @@ class WorldTask:
         self._layout = ParameterLayout.of(self.model_spec, config.federation.surface)
         self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
         self._frame_moves = config.federation.surface == "full"
+        self._shares: dict[int, tuple[str, Trajectories | LatentTrajectories]] = {}
 
     # ------------------------------------------------------------------ public constants
 
@@ -212,6 +215,37 @@ class WorldTask:
             return LocalResult(result.theta, result.state.to_bytes())
         aligned, reset = self._aligned(model)
         return LocalResult(aligned, result.state.without_moments(reset).to_bytes())
+
+    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+        body, data = self._public_share(share, shares)
+        model = self.warm.build_model() if self._frame_moves else self._model
+        state = InnerState.start(self.warm.head(body), shuffle_seed=share)
+        result = inner_steps(
+            model,
+            self._layout,
+            theta,
+            data,
+            state,
+            steps=steps,
+            spec=self.inner_spec,
+            objective=self._objective,
+            sketch_seed=sketch_seed,
+        )
+        return self._aligned(model)[0] if self._frame_moves else result.theta
+
+    def _public_share(self, share: int, shares: int) -> tuple[str, Trajectories | LatentTrajectories]:
+        """Public episodes of a pseudo-participant: as many as a participant has, dealt out like its data."""
+        if share not in self._shares:
+            bodies = self.data.embodiments
+            body = bodies[share % len(bodies)]
+            source = self.data.public(body)
+            count = self.config.data.episodes_per_participant
+            first = share // len(bodies) * count
+            episodes = [source.episode((first + i) % len(source)) for i in range(count)]
+            frames = Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
+            data = frames if self._frame_moves else encode_trajectories(self._model, frames)
+            self._shares[share] = (body, data)
+        return self._shares[share]
 
     def _inner_state(self, partition: int, state: bytes | None) -> InnerState:
         if state is None:

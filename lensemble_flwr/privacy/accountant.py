@@ -183,7 +183,10 @@ class _Composition:
     def _bound(self, mu2: int, sampled: _Sampled, infinite: bool, delta: float, enough: float = 0.0) -> float:
         if infinite:
             return math.inf
-        value = self._epsilon(_root(mu2), sampled, delta, enough)
+        try:
+            value = self._epsilon(_root(mu2), sampled, delta, enough)
+        except ArithmeticError:
+            return math.inf
         return value if value >= 0.0 else math.inf  # False for NaN
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,7 +282,7 @@ def build_accountant(name: str) -> PRVAccountant | RDPAccountant:
 
 def _positive(value: object) -> float | None:
     """A positive finite float, or None."""
-    if isinstance(value, bool):
+    if isinstance(value, (bool, str)):
         return None
     try:
         number = float(value)  # type: ignore[arg-type]

@@ -438,6 +438,8 @@ def replay(chain: Chain, path: Path) -> Book:
             book.apply(body)
     except ValueError as error:
         raise LedgerError(f"The privacy ledger {path} holds a line that is no record.", remedy(path)) from error
+    except LedgerError as error:
+        raise LedgerError(error.message, error.remediation or remedy(path)) from error
     return book
 
 

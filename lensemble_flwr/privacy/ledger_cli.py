@@ -53,8 +53,8 @@ def _show(options: argparse.Namespace) -> int:
             print(f"           {_epsilons(ledger, options.delta, bytes.fromhex(fid))}")
         for event in ledger.events():
             print(f"event      {event.kind} at record {event.seq}: {json.dumps(event.data)}")
-        print(f"head       {summary['head']['seq']} {summary['head']['hash']}")
-        print("Note the head line elsewhere: `lensemble ledger verify --noted SEQ HASH` then finds out an old copy.")
+        print(f"head       {ledger.head}")
+        print("Note the head elsewhere: `lensemble ledger verify PATH --noted HEAD` then finds out an old copy.")
     return EXIT_OK
 
 
@@ -64,11 +64,7 @@ def _epsilons(ledger: PrivacyLedger, delta: float, fid: bytes | None) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    noted = None
-    if options.noted:
-        seq, digest = options.noted
-        noted = Head(_whole(seq), _hex32(digest).hex())
-    report = verify(options.path, options.head, noted)
+    report = verify(options.path, options.head, options.noted)
     _print_report(report)
     return EXIT_OK if report.ok else EXIT_FAILURE
 
@@ -95,7 +91,7 @@ def _print_report(report: Report) -> None:
         print(f"A repair would keep {report.records} records, enter {report.found} reservations again that stand after")
         print(f"the damage, and must charge at least {report.lost} rounds for records that are lost.")
     if report.head is not None:
-        print(f"head {report.head.seq} {report.head.hash}")
+        print(f"head {report.head}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="print everything as JSON")
 
     check = command("verify", _verify, "Check a ledger without holding it; exit status 1 if it would be refused.")
-    check.add_argument("--noted", nargs=2, metavar=("SEQ", "HASH"), help="a head line that was noted earlier")
+    check.add_argument("--noted", type=_head, metavar="HEAD", help="a head that `show` printed earlier")
 
     mend = command("repair", _repair, "Go on after damage, a loss or a restored backup, charging what may be lost.")
     mend.add_argument("--charge-rounds", type=_whole, default=0, metavar="N", help="rounds that may have been lost")
@@ -142,6 +138,13 @@ def _hex32(text: str) -> bytes:
     if len(value) != 32:
         raise argparse.ArgumentTypeError(f"{text!r} is not 32 bytes (64 hex digits)")
     return value
+
+
+def _head(text: str) -> Head:
+    try:
+        return Head.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NUMBER:HASH") from error
 
 
 def _whole(text: str) -> int:

@@ -86,6 +86,19 @@ class Head:
     seq: int
     hash: str
 
+    def __str__(self) -> str:
+        """The line to note elsewhere."""
+        return f"{self.seq}:{self.hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> Head:
+        """Strict inverse of :meth:`__str__`. Raises ValueError."""
+        seq, _, digest = text.partition(":")
+        head = cls(int(seq), digest)
+        if head.seq < 0 or len(bytes.fromhex(digest)) != 32 or str(head) != text:
+            raise ValueError(text)
+        return head
+
     def encode(self) -> bytes:
         return canonical({"hash": self.hash, "seq": self.seq}) + b"\n"
 

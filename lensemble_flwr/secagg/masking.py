@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.secagg import checksum, keystream
 from lensemble_flwr.secagg.keystream import SEGMENT, Key
-from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_range
+from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_lanes, check_range
 
 _TAIL_SEGMENT = 2**32 - 1  # the tail has a keystream segment of its own
 
@@ -50,8 +50,10 @@ def mask(
     def one(segment: int) -> int:
         digest = checksum.SegmentDigest(segment, weights)
         masks = keystream.Masks(segment, plus, minus, ring.lane)
-        for target, payload in _walk(out, q, ring, segment, masks):
-            values = payload if payload.dtype == np.int64 else center(payload, ring)
+        for target, values in _walk(out, q, ring, segment, masks):
+            if values.dtype != np.int64:
+                check_lanes(values, ring)
+                values = center(values, ring)
             if values.size and (values.max() > ring.qmax or values.min() < -ring.qmax):
                 raise SecureAggregationError(
                     "The payload has a coordinate over the range of the ring.",
@@ -82,11 +84,9 @@ def accumulate(total: Lanes, vector: Lanes, ring: RingParams) -> None:
         SecureAggregationError: malformed_update.
     """
     check_array(vector, ring.padded, (ring.lane,), "The masked vector")
-    if ring.bits == 24 and vector.max() >> 24:
-        raise SecureAggregationError("The masked vector has a value outside its ring.", cause="malformed_update")
-    np.add(
-        total[: ring.body], vector[: ring.body], out=total[: ring.body]
-    )  # the upper byte of 24 is cleared at the end
+    check_lanes(vector, ring)
+    body = total[: ring.body]
+    np.add(body, vector[: ring.body], out=body)  # a 24-bit ring is reduced once, when the sum is opened
     _write_tail(total, ring, _read_tail(total, ring) + _read_tail(vector, ring))
 
 

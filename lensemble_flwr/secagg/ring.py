@@ -159,6 +159,12 @@ def check_array(array: object, length: int, dtypes: tuple[Any, ...], what: str) 
         raise _malformed(f"{what} must be contiguous.")
 
 
+def check_lanes(lanes: Lanes, ring: RingParams) -> None:
+    """Refuse lanes of a 24-bit ring with bits above it. Raises SecureAggregationError: malformed_update."""
+    if ring.bits == 24 and lanes.size and lanes.max() >> 24:
+        raise _malformed("A lane has a value outside its ring.")
+
+
 def _blocks(length: int) -> Iterator[slice]:
     return (slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK))
 
@@ -298,7 +304,10 @@ def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray
     check_array(total, ring.dimension, (ring.lane, np.dtype("=i8")), "The sum")
     out = np.empty(ring.dimension, np.float64)
     for block in _blocks(ring.dimension):
-        part = total[block] if total.dtype == np.int64 else center(total[block], ring)
+        part = total[block]
+        if part.dtype != np.int64:
+            check_lanes(part, ring)
+            part = center(part, ring)
         check_range(part, count * ring.qmax)
         np.multiply(part, ring.grid, out=out[block])
     return out

@@ -139,6 +139,8 @@ class ServerSession:
         Raises:
             SecureAggregationError: below_threshold, below_min_survivors; nothing is fixed then.
         """
+        if self._u2 is None:
+            self._params.require_enough(len(self._commitments), "sent shares")
         u2 = _fixed(self._u2, "envelopes_for")
         if self._u3 is None:
             self._params.require_enough(len(self._arrived), "sent masked vectors")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.federation import participant as participant_module
 from lensemble_flwr.federation.wire import Stage
 from lensemble_flwr.privacy.ledger import PrivacyLedger
@@ -41,6 +42,7 @@ def test_killed_before_unmask_the_round_is_retried_with_the_cached_updates(tmp_p
     federation = Federation(tmp_path, "diloco.rounds=3")
     asked: list[Any] = []
     cached: dict[str, bytes] = {}
+    sent: list[int] = []
 
     def before(at: str, node: int, fields: Any) -> Any:
         if at == Stage.UNMASK and not asked and len(federation.rounds()) == 1:
@@ -48,7 +50,10 @@ def test_killed_before_unmask_the_round_is_retried_with_the_cached_updates(tmp_p
         return None
 
     def after(at: str, node: int, reply: Any) -> Any:
-        if at == Stage.TRAIN and len(federation.rounds()) == 1 and node == 103 and not cached:
+        if at == Stage.TRAIN and len(federation.rounds()) == 1 and not cached:
+            sent.append(node)
+            if len(sent) < 4:
+                return reply
             for member in federation.transport.members.values():
                 for path in (member.site.folder / "releases").glob("*-1.q"):
                     cached[str(path)] = hashlib.sha256(path.read_bytes()).digest()
@@ -184,14 +189,14 @@ def test_died_between_reserve_and_encoded_it_is_forfeited_and_never_drawn_again(
 ) -> None:
     federation = Federation(tmp_path, "diloco.rounds=2")
     lose_to_death(federation)
-    draws = die_in(monkeypatch, participant_module, "release_update", times=2)  # two members die: the round is void
-    federation.start()
-    first, second = federation.rounds()
-    # After the void attempt the two are forfeited, so every retry is void too, or 3 of 4 would be enough; here two are
-    # gone, which is below the threshold: the round ends burnt and the run with it.
-    assert first["outcome"] in ("burnt", "committed")
-    assert second["outcome"] == "committed"
-    assert len(draws) >= 4
+    draws = die_in(monkeypatch, participant_module, "release_update", times=2)
+    with pytest.raises(SecureAggregationError, match="3 attempts"):  # two of four are gone for this round
+        federation.start()
+    assert [r["outcome"] for r in federation.rounds()] == ["burnt"]
+    assert len(draws) == 4  # two died, two were cached: no retry drew again
+    assert federation.ledger_rounds() == [1] * 4
+    federation.resume()  # the next round is everybody's again
+    assert [r["outcome"] for r in federation.rounds()] == ["burnt", "committed"]
 
 
 def test_one_that_died_between_reserve_and_encoded_misses_the_round_and_joins_the_next(
@@ -205,8 +210,11 @@ def test_one_that_died_between_reserve_and_encoded_misses_the_round_and_joins_th
     assert federation.ledger_rounds() == [2] * 4  # the forfeited reservation stays spent
     assert len(draws) == 8  # one draw per participant and round: never a second under one reservation
     assert federation.folder is not None
-    with federation.transport.members[100].site.ledger() as ledger:
-        assert ledger.state(federation.folder.federation_id, 0).state == "forfeited"
+    states = []
+    for node in federation.transport.members.values():
+        with node.site.ledger() as ledger:
+            states.append(ledger.state(federation.folder.federation_id, 0).state)
+    assert sorted(map(str, states)) == ["closed", "closed", "closed", "forfeited"]
 
 
 def test_one_that_died_after_encoded_sends_the_same_update_in_the_next_attempt(
@@ -239,9 +247,10 @@ def test_a_lost_or_altered_cached_update_is_forfeited(tmp_path: Path) -> None:
     kill_at(federation, "asked", 99)
 
     def after(at: str, node: int, reply: Any) -> Any:
-        if at == Stage.TRAIN and node == 103 and not federation.rounds() and not killed:
-            killed.append(1)
-            raise Killed
+        if at == Stage.TRAIN and not federation.rounds():
+            killed.append(node)
+            if len(killed) == 4:
+                raise Killed
         return reply
 
     killed: list[int] = []

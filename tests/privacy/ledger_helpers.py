@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,17 @@ FID, FID2 = (hashlib.sha256(name).digest() for name in (b"first", b"second"))
 SIGMA_1 = Charge(1.0, 3, 1)
 SIGMA_2 = Charge(2.0, 5, 1, delta_extra=1e-9, guarantee="central")
 UNLIMITED = (Budget("local", math.inf, 1e-5),)
+
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
+"""A file system in memory, where there is one: these tests rename thousands of files."""
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder for one test."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+        yield Path(name)
 
 
 def h(number: int) -> bytes:

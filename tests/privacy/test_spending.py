@@ -68,7 +68,7 @@ def test_delta_extra_adds_to_delta() -> None:
     assert spent.plus(Charge(1e12, 3, 1, room * 0.999)).within(Budget("local", 8.0, 1e-5))
     assert not spent.plus(Charge(1e12, 3, 1, room * 1.001)).within(Budget("local", 8.0, 1e-5))
     assert Spending().plus(Charge(1e9, 3, 1, 1e-5)).epsilon("local", 1e-5) == math.inf
-    assert Spending().plus(Charge(1e9, 3, 1, 1e-6), 10).epsilon("local", 1e-5) == math.inf
+    assert Spending().plus(Charge(1e9, 3, 1, 1e-6), 11).epsilon("local", 1e-5) == math.inf
 
 
 @pytest.mark.parametrize("own", [0.0, -0.0, math.inf, math.nan, 5e-324, 1e-200, 10**400])

@@ -1,0 +1,408 @@
+"""The ``lensemble`` command. Its exit status is the truth: 0 done, 1 failed, 2 bad input, 3 budget spent, 130 stopped.
+
+Heavy modules are imported by the command that needs them, so that ``--help`` and typing errors answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lensemble_flwr.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ArtifactError,
+    ConfigError,
+    LensembleError,
+    exit_status,
+)
+
+if TYPE_CHECKING:
+    from lensemble_flwr.config import Config
+
+LOG_NAME = "flower.log"
+"""The command's own file in a run's folder; a folder with only this counts as empty."""
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lensemble run",
+        description="Run one federation through Flower and tell the truth about its end.",
+        epilog="On a CPU, in half a minute: lensemble run experiment=linear",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration, as in diloco.rounds=3")
+    parser.add_argument("--superlink", metavar="NAME", help="connection in Flower's config.toml; else simulate here")
+    parser.add_argument("--resume", metavar="DIR", help="continue the federation in this output folder")
+    parser.add_argument("--verbose", action="store_true", help="show Flower's own log lines too")
+    arguments = parser.parse_intermixed_args(argv)
+
+    from lensemble_flwr.config import join_overrides, load_config
+    from lensemble_flwr.launch import app_dir, run_federation
+
+    overrides = list(arguments.overrides)
+    if arguments.resume is not None:
+        if overrides:
+            raise ConfigError(
+                f"The override {overrides[0]!r} cannot be given with --resume.",
+                "A run is continued as it was started; leave the overrides out.",
+            )
+        folder = _folder_of_run(arguments.resume, "federation.json")
+        overrides = _overrides_of_run(folder)
+        config = load_config(overrides)
+    else:
+        config = load_config(overrides)
+        folder = _new_folder(config)
+        overrides = [*(o for o in overrides if not o.startswith("output_dir=")), f"output_dir={_hydra(str(folder))}"]
+    _print_preflight(config)
+    _make_folder(folder)
+    print(f"Output: {folder}", flush=True)
+    try:
+        log = open(folder / LOG_NAME, "a", encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(f"{folder / LOG_NAME} cannot be written: {error.strerror}.") from error
+    with log:
+        display = Display(sys.stdout, log, verbose=arguments.verbose)
+        try:
+            result = run_federation(
+                app_dir(),
+                join_overrides(overrides),
+                num_supernodes=config.federation.participants,
+                resume=str(folder) if arguments.resume is not None else "",
+                client_gpus=_gpu_share(config),
+                superlink=arguments.superlink,
+                on_line=display.line,
+                on_tick=display.tick,
+            )
+        finally:
+            display.close()
+    if (folder / "rounds.jsonl").is_file():
+        _print_report(folder)
+    if result.exit_status == EXIT_INTERRUPTED:
+        print(f"Stopped. To continue: lensemble run --resume {shlex.quote(str(folder))}", file=sys.stderr)
+    elif result.exit_status != EXIT_OK:
+        print(f"The federation failed: {result.details}", file=sys.stderr)
+        print(f"Flower's log: {folder / LOG_NAME}", file=sys.stderr)
+    return result.exit_status
+
+
+def _preflight(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lensemble preflight",
+        description="What a run would claim, cost and lose to noise, before any data is read.",
+        epilog="On a CPU: lensemble preflight experiment=quickstart",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration, as in diloco.rounds=3")
+    arguments = parser.parse_args(argv)
+    from lensemble_flwr.config import load_config
+    from lensemble_flwr.privacy.preflight import preflight_text
+
+    print(preflight_text(load_config(arguments.overrides), short=False))
+    return EXIT_OK
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="lensemble report",
+        description="Write report.html again, from what the run left in its folder.",
+        epilog="On a CPU, in seconds: lensemble report outputs/RUN",
+    )
+    parser.add_argument("folder", metavar="DIR", help="a run's output folder")
+    _print_report(_folder_of_run(parser.parse_args(argv).folder, "manifest.json"))
+    return EXIT_OK
+
+
+def _ledger(argv: Sequence[str]) -> int:
+    from lensemble_flwr.privacy.ledger_cli import ledger_command
+
+    return ledger_command(list(argv))
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "run": (_run, "run one federation"),
+    "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
+    "report": (_report, "write a run's report again"),
+    "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status; a known error is printed in plain lines, never as a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="lensemble",
+        description="Federated training of a world model across participants that do not trust each other.",
+        epilog="Commands:\n"
+        + "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+        + "\n\nlensemble COMMAND --help tells more. On a CPU, in half a minute: lensemble run experiment=linear",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="lensemble [-h] COMMAND ...",
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    command = parser.parse_args(arguments[:1]).command
+    try:
+        return COMMANDS[command][0](arguments[1:])
+    except LensembleError as error:
+        if os.environ.get("LENSEMBLE_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"[{error.code}] {error.message}", file=sys.stderr)
+        if error.remediation:
+            print(error.remediation, file=sys.stderr)
+        return exit_status(error)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except Exception as error:
+        return _unexpected(command, error)
+
+
+def _unexpected(command: str, error: Exception) -> int:
+    """A defect: the traceback goes to a file, one line names it."""
+    text = traceback.format_exc()
+    if os.environ.get("LENSEMBLE_DEBUG") == "1":
+        print(text, file=sys.stderr)
+    what = f"[INTERNAL] lensemble {command} failed unexpectedly ({type(error).__name__})"
+    try:
+        from lensemble_flwr.home import home
+
+        file = home() / "logs" / f"{command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        print(f"{what}; the traceback is in {file}", file=sys.stderr)
+    except (OSError, LensembleError):
+        print(f"{what}; set LENSEMBLE_DEBUG=1 to see the traceback.", file=sys.stderr)
+    return EXIT_FAILURE
+
+
+# -------------------------------------------------------------------------------- seams to later modules
+
+
+def _print_preflight(config: Config) -> None:
+    """The short form before a run. A hopeless run is refused in there (ConfigError) unless it is accepted."""
+    from lensemble_flwr.privacy.preflight import preflight_text
+
+    print(preflight_text(config, short=True), flush=True)
+
+
+def _print_report(folder: Path) -> None:
+    """Write report.html; print the closing sentence and its path."""
+    from lensemble_flwr.reporting.report import write_report
+    from lensemble_flwr.reporting.run_data import load_run
+    from lensemble_flwr.reporting.summary import closing_sentence
+
+    report = write_report(folder)
+    print(closing_sentence(load_run(folder)))
+    print(f"Report: {report}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- folders
+
+
+def _hydra(value: str) -> str:
+    """A value quoted for Hydra's override grammar."""
+    if value and all(c.isalnum() or c in "_-./:%@" for c in value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _new_folder(config: Config) -> Path:
+    """Absolute output folder of a new run; it must be empty."""
+    if config.output_dir is not None:
+        folder = Path(config.output_dir).expanduser().absolute()
+    else:
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.experiment}-{config.seed}"
+        folder = Path("outputs", name).absolute()
+    try:
+        there = sorted(p.name for p in folder.iterdir() if p.name != LOG_NAME)
+    except FileNotFoundError:
+        return folder
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be used: {error.strerror}.", "Choose another folder.") from error
+    if there:
+        raise ConfigError(
+            f"output_dir={folder} is not empty ({there[0]}).",
+            f"Choose another folder, or continue the run in it: lensemble run --resume {folder}",
+        )
+    return folder
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder} cannot be created: {error.strerror}.", "Choose a folder that you can write."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={folder} cannot be written.", "Choose a folder that you can write.")
+
+
+def _folder_of_run(name: str, file: str) -> Path:
+    folder = Path(name).expanduser().absolute()
+    if not (folder / file).is_file():
+        raise ConfigError(f"There is no run in {folder} (no {file}).", "Name the folder that lensemble run printed.")
+    return folder
+
+
+def _overrides_of_run(folder: Path) -> list[str]:
+    import json
+
+    try:
+        return [str(o) for o in json.loads((folder / "federation.json").read_text(encoding="utf-8"))["overrides"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{folder / 'federation.json'} cannot be read ({type(error).__name__}: {error}).",
+            "Restore it from a backup; without it the run cannot be continued.",
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------- GPUs
+
+
+def _gpu_share(config: Config) -> float:
+    """Share of a GPU for one simulated participant: all GPUs, dealt among those that work at the same time."""
+    if config.inner.device == "cpu":
+        return 0.0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([d for d in visible.split(",") if d.strip() and d.strip() != "-1"])
+    else:
+        with contextlib.suppress(OSError):
+            gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+            return _share(gpus, config.federation.participants)
+        return 0.0
+    return _share(gpus, config.federation.participants)
+
+
+def _share(gpus: int, participants: int) -> float:
+    at_once = max(1, min(participants, os.cpu_count() or 1))
+    return min(1.0, int(1000 * gpus / at_once) / 1000)
+
+
+# ------------------------------------------------------------------------------------------------- display
+
+
+class Display:
+    """Shows what the ServerApp says in events, one table row a round, and keeps every line for the log file.
+
+    On a terminal the line at the bottom tells what is going on and for how long.
+    """
+
+    def __init__(self, out: TextIO, log: TextIO, *, verbose: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out, self._log, self._verbose, self._clock = out, log, verbose, clock
+        self._live = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._metrics: list[str] | None = None
+        self._now, self._since, self._drawn = "", clock(), False
+        self._doing("starting Flower")
+
+    def line(self, line: str) -> None:
+        from lensemble_flwr.launch import read_event
+
+        self._log.write(line + "\n")
+        self._log.flush()
+        event = read_event(line)
+        if event is not None:
+            show = getattr(self, f"_on_{event['event']}", None)
+            if show is not None:
+                show(event)
+        elif self._verbose:
+            self._print(line)
+
+    def tick(self) -> None:
+        if self._live:
+            self._out.write(f"\r\x1b[K{self._now} ... {self._clock() - self._since:.0f} s")
+            self._out.flush()
+            self._drawn = True
+
+    def close(self) -> None:
+        if self._drawn:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._drawn = False
+
+    def _print(self, text: str) -> None:
+        self.close()
+        print(text, file=self._out, flush=True)
+
+    def _doing(self, what: str, count: str = "") -> None:
+        """Name the stage; a new stage gets a line where there is no bottom line to change."""
+        if what != self._now.partition(",")[0]:
+            self._since = self._clock()
+            if not self._live:
+                self._print(f"{what} ...")
+        self._now = f"{what}, {count}" if count else what
+        self.tick()
+
+    # ---- one method for each event that is shown; the others are in the log only
+
+    def _on_progress(self, event: dict[str, Any]) -> None:
+        self._doing(str(event.get("what")), f"{event.get('done')} of {event.get('total')}")
+
+    def _on_joined(self, event: dict[str, Any]) -> None:
+        self._print(f"{event.get('participants')} participants joined.")
+
+    def _on_start(self, event: dict[str, Any]) -> None:
+        self._row(event.get("metrics") or {}, "start")
+
+    def _on_round_open(self, event: dict[str, Any]) -> None:
+        self._now, self._since = f"round {event.get('round')}", self._clock()
+        self.tick()
+
+    def _on_void(self, event: dict[str, Any]) -> None:
+        self._print(f"round {event.get('round')}: attempt {event.get('attempt')} was void ({event.get('cause')})")
+
+    def _on_replayed(self, event: dict[str, Any]) -> None:
+        self._print(f"round {event.get('round')}: committed from the sum that was stored before the interruption")
+
+    def _on_round(self, event: dict[str, Any]) -> None:
+        self._row(
+            event.get("metrics") or {},
+            str(event.get("round")),
+            str(event.get("outcome")),
+            f"{event.get('participants')}/{event.get('roster')}",
+            _number(event.get("epsilon_central")),
+            _number(event.get("epsilon_local")),
+            _size(event.get("bytes_up"), event.get("bytes_down")),
+            "-" if event.get("seconds") is None else f"{event['seconds']:.1f} s",
+        )
+
+    def _row(self, metrics: dict[str, Any], *cells: str) -> None:
+        if self._metrics is None:
+            from lensemble_flwr.reporting.metrics import ordered
+
+            shown = ordered(metrics)[:2]
+            self._metrics = [metric.name for metric in shown]
+            head = ["round", "outcome", "in sum", "eps central", "eps local", "MB", "time", *(m.short for m in shown)]
+            self._widths = [max(len(h), w) for h, w in zip(head, (5, 9, 7, 8, 8, 8, 8, 8, 8), strict=False)]
+            self._print("  ".join(h.rjust(w) for h, w in zip(head, self._widths, strict=True)))
+        padded = [*cells, *[""] * (7 - len(cells)), *(_number(metrics.get(name)) for name in self._metrics)]
+        self._print("  ".join(c.rjust(w) for c, w in zip(padded, self._widths, strict=True)))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else "-"
+
+
+def _size(*parts: Any) -> str:
+    """Bytes as MB, "-" if not measured."""
+    return f"{sum(parts) / 1e6:.2f}" if all(isinstance(p, int) for p in parts) else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

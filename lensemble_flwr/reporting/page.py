@@ -1,0 +1,61 @@
+"""HTML by functions: whatever is not markup already is escaped, so no caller can forget it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from lensemble_flwr.reporting.style import STYLE
+from lensemble_flwr.reporting.wording import clean
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | Iterable[Child] | None"
+
+_VOID = frozenset({"meta", "br", "hr"})
+
+
+def text(value: str) -> Markup:
+    """Any text as markup: controls made visible, everything special escaped."""
+    return value if isinstance(value, Markup) else Markup(html.escape(clean(value), quote=True))
+
+
+def el(tag: str, *children: Child, **attributes: str | None) -> Markup:
+    """An element. Children may be nested lists; None is left out. ``class_`` is class, ``data_x`` is data-x."""
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(clean(value), quote=True)}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    if tag in _VOID:
+        return Markup(f"<{tag}{given}>")
+    return Markup(f"<{tag}{given}>{''.join(_flat(children))}</{tag}>")
+
+
+def _flat(children: Iterable[Child]) -> Iterable[str]:
+    for child in children:
+        if isinstance(child, str):
+            yield text(child)
+        elif child is not None:
+            yield from _flat(child)
+
+
+def document(title: str, *body: Child) -> str:
+    """A whole page that loads nothing: no script, no font, no address of any other file."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light"),
+        el("title", title),
+        el("style", Markup(STYLE)),
+    )
+    return "<!doctype html>\n" + el("html", head, el("body", el("main", *body)), lang="en") + "\n"
