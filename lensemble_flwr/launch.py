@@ -49,7 +49,7 @@ _START_TIMEOUT_S = 90.0
 _LOST_AFTER_S = 10.0
 _NEEDED_BYTES = 256 * 2**20
 # A Unix socket's path may have 103 bytes (107 on Linux); ray appends up to 68 to its folder.
-_LONGEST_BASE = 20
+_LONGEST_BASE = 16
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _CODE = re.compile(r"\[[A-Z]+(?:_[A-Z]+)*\] \S")
 _EVENT = re.compile(r"(?:[A-Z]+\s*:\s*)?LENSEMBLE\|")
@@ -570,6 +570,8 @@ class _Lost(Exception):
 class _Run:
     """Follows one run from its submission to its end."""
 
+    _LOOK_EVERY_S = 2.0
+
     def __init__(
         self,
         commands: _Commands,
@@ -672,7 +674,7 @@ class _Run:
             self._stop_at = now + self._grace
         if self._stop_at is not None and (self._signals.count > 1 or now > self._stop_at):
             raise _Interrupted
-        if self._local is None or now - self._looked_at < 2.0:
+        if self._local is None or now - self._looked_at < self._LOOK_EVERY_S:
             return
         self._looked_at = now
         if error := self._local.died():
@@ -720,7 +722,7 @@ class _Run:
         if self._local is not None and (error := self._local.died()):
             return error
         remedy = ""
-        if "unavailable" in text or "onnect" in text:
+        if "unavailable" in text:
             remedy = "Check that the SuperLink runs and that the connection's address and certificates are right."
         return LaunchError(f"flwr run refused the run (exit status {code}): {text or 'it said nothing.'}", remedy)
 

@@ -167,7 +167,9 @@ class Coordinator:
             self.folder.federation_id, 0, bytes(32), self._named(theta), np.zeros(theta.size, np.float64)
         )
         self.folder.save_checkpoint(start)
-        self.on_event("start", {"metrics": self.task.evaluate(theta)})
+        metrics = self.task.evaluate(theta)
+        self.folder.write_start(metrics, self.task.headline)
+        self.on_event("start", {"metrics": metrics, "headline": self.task.headline})
         return start
 
     def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:

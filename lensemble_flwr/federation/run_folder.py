@@ -2,6 +2,7 @@
 
     federation.json              federation id, nonce, configuration hash, overrides
     manifest.json                what ran (see :mod:`lensemble_flwr.federation.manifest`)
+    evaluation.json              the start's metrics on public held-out data, and which one is the headline
     rounds.jsonl                 one line per finished round, appended with fsync
     checkpoints/round-00000.safetensors ...
     state/round-00003/open.bin       RoundOpen, fsynced before it is first sent
@@ -163,6 +164,11 @@ class RunFolder:
             if content and not content.endswith(b"\n"):
                 atomic_write(path, content[: content.rfind(b"\n") + 1], mode=0o644)
         append_fsync(path, (json.dumps(record, allow_nan=False) + "\n").encode())
+
+    def write_start(self, metrics: dict[str, float], headline: str) -> None:
+        """Keep the evaluation of the model that the run starts from (``evaluation.json``)."""
+        record = {"schema_version": SCHEMA_VERSION, "headline": headline, "start": metrics}
+        atomic_write(self.path / "evaluation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)
 
     def checkpoint_path(self, index: int) -> Path:
         return self.path / "checkpoints" / f"round-{index:05d}.safetensors"

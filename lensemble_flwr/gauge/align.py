@@ -88,7 +88,8 @@ class Alignment:
     Attributes:
         state: the weights to release, turned or as they were.
         fired: whether they were turned.
-        drift: of the trained frame against the reference, before.
+        drift: of the trained frame against the reference, before: of the applied rotation if it fired, otherwise
+            measured with a ridge.
         residual_before, residual_after: ``||f(P) - f_ref(P)||_F`` as trained, and after the best rotation.
         reset: weights whose AdamW moments must be forgotten because they were turned.
         q: (d, d) float64, the frame change that was applied; None if it did not fire.
@@ -143,6 +144,7 @@ def align(
     if drift.max_deg <= threshold_deg or after >= improvement * before:
         return Alignment(dict(state), False, drift, before, after, (), None)
     q, after = procrustes_align(latents, reference, tolerance=tolerance)
+    drift = frame_drift(q)
     turned = conjugate(state, surface, q)
     if reencode is not None:
         left, _ = procrustes_align(reencode(turned), reference, tolerance=0.0, ridge=DRIFT_RIDGE)

@@ -1,14 +1,15 @@
 """Frames to latents: a small vision transformer without any batch statistics.
 
 The latent frame must be free to rotate (see :mod:`lensemble_flwr.gauge`), so the encoder ends in a plain bias-free
-``Linear(z, z)``, the ``frame_proj``, and nothing stands behind it. There is no BatchNorm anywhere: its running
-statistics would leave a participant un-noised. What BatchNorm is usually needed for here, keeping a JEPA from
-collapsing at the start, is done by two public constants and an initialisation instead:
+``Linear(z, z)``, the ``frame_proj``, and nothing stands behind it. There is no BatchNorm in it: running statistics
+would leave a participant un-noised, and batches of one participant are not those of another. What BatchNorm is
+usually needed for here, keeping a JEPA from collapsing at the start, is done on public data only:
 
-* the mean public image is subtracted and the rest is scaled to unit variance, so a frame is what moves in it;
-* :func:`whiten_output` sets the last weights so that latents of *public* frames start with mean zero and identity
-  covariance. SIGReg then starts at its optimum. Near z = 0 its gradient is proportional to z, so it keeps a healthy
-  latent healthy but cannot raise a collapsed one.
+* the mean public image is subtracted, so a frame is what moves in it;
+* while the public start is trained, the projector's hidden units are normalised over the batch; at its end
+  :func:`fold_normaliser` puts the statistics of the public frames into the projector's own weights, which computes
+  the same, and the normaliser is gone. From then on SIGReg alone keeps the latent healthy. (Near z = 0 its gradient
+  is proportional to z: it keeps a healthy latent healthy but cannot raise a collapsed one.)
 """
 
 from __future__ import annotations
@@ -47,19 +48,17 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Vision transformer from frames (B, C, H, W) to latents (B, z).
 
-    Parameters are federated when the surface is ``full``; the buffers ``mean_image`` and ``pixel_scale`` are public
-    constants of the warm start and never change after it.
+    Parameters are federated when the surface is ``full``; the buffer ``mean_image`` is a public constant of the warm
+    start and never changes after it. ``normaliser`` is the identity except while the warm start is trained.
     """
 
     mean_image: Tensor
-    pixel_scale: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         width, size = spec.width, spec.image_size
         self.register_buffer("mean_image", torch.zeros(spec.channels, size, size))
-        self.register_buffer("pixel_scale", torch.ones(()))
         self.patch_embed = nn.Linear(spec.channels * spec.patch**2, width)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
         # Background patches are all zero after the mean image is gone, so position must be loud enough to be seen
@@ -70,6 +69,7 @@ class Encoder(nn.Module):
         )
         self.norm = nn.LayerNorm(2 * width)
         self.projector = nn.Linear(2 * width, spec.projector_width)
+        self.normaliser: nn.Module = nn.Identity()
         self.to_latent = nn.Linear(spec.projector_width, spec.latent_dim)
         self.frame_proj = nn.Linear(spec.latent_dim, spec.latent_dim, bias=False)
         with torch.no_grad():
@@ -90,10 +90,10 @@ class Encoder(nn.Module):
             scaled = frames.to(self.mean_image.dtype)
         else:
             raise ContractViolation(f"Frames have dtype {frames.dtype}.", "Use uint8, or floats in 0..1.")
-        return (scaled - self.mean_image) * self.pixel_scale
+        return (scaled - self.mean_image) * spec.pixel_gain
 
-    def hidden(self, frames: Tensor) -> Tensor:
-        """Activations before the last two linear maps, (B, projector_width)."""
+    def projected(self, frames: Tensor) -> Tensor:
+        """Hidden units of the projector before their normaliser, (B, projector_width)."""
         pixels, patch = self.pixels(frames), self.spec.patch
         tokens = self.patch_embed(functional.unfold(pixels, patch, stride=patch).transpose(1, 2))
         tokens = torch.cat([self.cls.expand(len(tokens), -1, -1), tokens], dim=1) + self.position
@@ -102,7 +102,7 @@ class Encoder(nn.Module):
         # The class token alone saw too little at the start of training; the mean of the patches always carries
         # where something is.
         pooled = torch.cat([tokens[:, 0], tokens[:, 1:].mean(dim=1)], dim=1)
-        return functional.gelu(self.projector(self.norm(pooled)))
+        return self.projector(self.norm(pooled))
 
     def forward(self, frames: Tensor) -> Tensor:
         """Latents of frames: (B, C, H, W) uint8 or floats in 0..1 -> (B, z) float32.
@@ -110,12 +110,13 @@ class Encoder(nn.Module):
         Raises:
             ContractViolation: wrong shape or dtype.
         """
-        return self.frame_proj(self.to_latent(self.hidden(frames))).float()
+        hidden = functional.gelu(self.normaliser(self.projected(frames)))
+        return self.frame_proj(self.to_latent(hidden)).float()
 
 
 @torch.no_grad()
 def fit_pixels(encoder: Encoder, frames: Tensor) -> None:
-    """Set the public pixel constants: the mean image, and one over the standard deviation of what is left of it.
+    """Set the public constant of the input, the mean image.
 
     Args:
         encoder: changed in place.
@@ -125,45 +126,35 @@ def fit_pixels(encoder: Encoder, frames: Tensor) -> None:
         DataError: all frames are equal, so there is nothing to encode.
     """
     encoder.mean_image.zero_()
-    encoder.pixel_scale.fill_(1.0)
+    gain = encoder.spec.pixel_gain
     total = torch.zeros_like(encoder.mean_image, dtype=torch.float64)
     for part in frames.split(512):
-        total += encoder.pixels(part).double().sum(dim=0)
-    mean = total / len(frames)
-    encoder.mean_image.copy_(mean)
-    square = sum(float(encoder.pixels(part).double().square().sum()) for part in frames.split(512))
-    variance = square / frames.numel()
-    if not variance > 1e-12:
+        total += encoder.pixels(part).double().sum(dim=0) / gain
+    encoder.mean_image.copy_(total / len(frames))
+    if not any(float(encoder.pixels(part).abs().max()) > 1e-6 * gain for part in frames.split(512)):
         raise DataError("All public frames are equal.", "Record public episodes in which something moves.")
-    encoder.pixel_scale.fill_(variance**-0.5)
+
+
+def attach_normaliser(encoder: Encoder) -> None:
+    """Normalise the projector's hidden units over the batch; for training on public data only."""
+    encoder.normaliser = nn.BatchNorm1d(encoder.spec.projector_width, affine=True).to(encoder.mean_image.device)
 
 
 @torch.no_grad()
-def whiten_output(encoder: Encoder, frames: Tensor) -> None:
-    """Set ``to_latent`` so that latents of these public frames have mean zero and identity covariance.
-
-    The z leading principal directions of the hidden activations are taken, each scaled to unit variance. Directions
-    that hold less than 1e-4 of the largest variance are scaled as if they held that much: they carry rounding noise.
+def fold_normaliser(encoder: Encoder, frames: Tensor) -> None:
+    """Put the normaliser's scale and the statistics of these public frames into the projector, and remove it.
 
     Args:
-        encoder: changed in place; ``frame_proj`` becomes the identity.
-        frames: public frames (B, C, H, W); a few hundred from different episodes.
-
-    Raises:
-        DataError: the hidden activations do not vary.
+        encoder: changed in place; computes afterwards what it computed with the statistics of ``frames``.
+        frames: public frames (B, C, H, W), on any device.
     """
-    hidden = torch.cat([encoder.hidden(part) for part in frames.split(256)]).double()
-    mean = hidden.mean(dim=0)
-    centred = hidden - mean
-    values, vectors = torch.linalg.eigh(centred.T @ centred / len(hidden))
-    values, vectors = values.flip(0), vectors.flip(1)
-    if not float(values[0]) > 0:
-        raise DataError("The public frames all look the same to the encoder.", "Use public episodes that differ.")
-    latent = encoder.spec.latent_dim
-    weight = torch.zeros(latent, hidden.shape[1], dtype=torch.float64)
-    kept = min(latent, hidden.shape[1])
-    scale = values[:kept].clamp(min=1e-4 * float(values[0])).rsqrt()
-    weight[:kept] = vectors[:, :kept].T * scale[:, None]
-    encoder.to_latent.weight.copy_(weight)
-    encoder.to_latent.bias.copy_(-(weight @ mean))
-    encoder.frame_proj.weight.copy_(torch.eye(latent))
+    normaliser = encoder.normaliser
+    if not isinstance(normaliser, nn.BatchNorm1d):
+        return
+    device = encoder.mean_image.device
+    units = torch.cat([encoder.projected(part.to(device)).double() for part in frames.split(256)])
+    scale = normaliser.weight.double() * (units.var(dim=0, correction=0) + normaliser.eps).rsqrt()
+    bias = (encoder.projector.bias.double() - units.mean(dim=0)) * scale + normaliser.bias.double()
+    encoder.projector.weight.copy_(encoder.projector.weight.double() * scale[:, None])
+    encoder.projector.bias.copy_(bias)
+    encoder.normaliser = nn.Identity()

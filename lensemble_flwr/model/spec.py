@@ -84,6 +84,8 @@ class ModelSpec:
         adapter_rank: k; the adapter is a (k + 1) x z matrix. 0: no adapter.
         velocity_gain: the predictor sees ``velocity_gain * (z_t - z_{t-1})``, so that the small step between two
             frames weighs about as much as the latent itself.
+        pixel_gain: factor on pixels (0..1, mean image subtracted). Content fills a small part of a patch; the gain
+            makes it about as loud as the position embedding.
     """
 
     image_size: int = 64
@@ -101,6 +103,7 @@ class ModelSpec:
     action_hidden: int = 32
     adapter_rank: int = 7
     velocity_gain: float = 4.0
+    pixel_gain: float = 4.0
 
     def __post_init__(self) -> None:
         _check_positive_ints(
@@ -123,7 +126,8 @@ class ModelSpec:
             f"adapter_rank is {self.adapter_rank!r}; it must lie in 0..predictor_width ({self.predictor_width}).",
             "Choose a smaller adapter_rank.",
         )
-        _check_weights(self, "mlp_ratio", "velocity_gain")
+        _check_weights(self, "mlp_ratio", "velocity_gain", "pixel_gain")
+        _require(self.pixel_gain > 0, "pixel_gain is 0: the model would see nothing.", "Set pixel_gain above zero.")
         _require(
             self.width * self.mlp_ratio >= 1,
             f"mlp_ratio {self.mlp_ratio} leaves no hidden unit at width {self.width}.",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, ContractViolation, DataError
-from lensemble_flwr.model.encoder import fit_pixels, whiten_output
+from lensemble_flwr.model.encoder import attach_normaliser, fit_pixels, fold_normaliser
 from lensemble_flwr.model.evaluate import Progress
 from lensemble_flwr.model.heads import ActionHead, clone_state, head_from_state
 from lensemble_flwr.model.objective import Objective
@@ -253,11 +253,12 @@ def train_warm_start(
         heads = {body: ActionHead(public[body][0], spec) for body in names}
         frames = torch.cat([public[body][1].frames for body in names])
         fit_pixels(model.encoder, frames[:: max(1, len(frames) // 2048)])
-        whiten_output(model.encoder, frames[:: max(1, len(frames) // 1024)])
+        attach_normaliser(model.encoder)
         model.to(device)
         for head in heads.values():
             head.to(device)
         _train(model, heads, public, starts, training, goal, progress, device)
+        fold_normaliser(model.encoder, frames[:: max(1, len(frames) // 2048)])
         model.cpu()
         for head in heads.values():
             head.cpu()

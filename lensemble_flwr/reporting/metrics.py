@@ -56,17 +56,15 @@ class Metric:
 _KNOWN = (
     Metric("r5", "5-step prediction error", "5-step error", "error / copy-last error", True),
     Metric("heldout_error", "held-out error", "held-out error", "share of variance", True),
-    Metric("probe_r2", "held-out state-probe R2", "state-probe R2", "", False),
-    Metric("state_r2", "held-out state-probe R2", "state-probe R2", "", False),
     Metric("r1", "1-step prediction error", "1-step error", "error / copy-last error", True),
     Metric("altitude_rmse", "5-step altitude error", "altitude error", "RMSE, simulator units", True),
+    Metric("state_probe_r2", "held-out state-probe R\u00b2", "state-probe R\u00b2", "", False),
     Metric(
         "action_sensitivity", "action sensitivity", "action sensitivity", "error / error with true actions", None, True
     ),
     Metric("effective_rank", "effective rank of the latent", "effective rank", "dimensions", None, True),
-    Metric("std_mean", "mean latent std", "mean std", "latent units", None, True),
-    Metric("std_min", "smallest latent std", "smallest std", "latent units", None, True),
-    Metric("latent_std", "latent std", "latent std", "latent units", None, True),
+    Metric("latent_std_mean", "mean latent std", "mean std", "latent units", None, True),
+    Metric("latent_std_min", "smallest latent std", "smallest std", "latent units", None, True),
 )
 _BY_NAME = {m.name: m for m in _KNOWN}
 _ORDER = {m.name: i for i, m in enumerate(_KNOWN)}
@@ -108,15 +106,13 @@ def ordered(names: Iterable[str]) -> list[Metric]:
 
 
 def metrics_of(run: RunData, latent: bool = False) -> list[Metric]:
-    """The metrics that this run's records hold: its successes, or its latent health."""
+    """The metrics that this run's records hold: its successes, the headline first, or its latent health."""
     names = set(run.start)
     for record in run.rounds:
         names |= set(record.metrics)
     found = [m for m in ordered(names) if m.latent == latent]
-    if not latent and run.surface == "full":
-        # The encoder moves with the run, so errors in its own latent units do not compare with the start's: a probe
-        # of the true state does.
-        found.sort(key=lambda m: not (m.name.endswith("r2") and not _split(m.name)[1]))
+    if not latent:
+        found.sort(key=lambda m: m.name != run.headline)
     return found
 
 

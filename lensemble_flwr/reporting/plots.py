@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ _BASELINE_COLOURS = {"start": FAINT, "local": ORANGE, "pooled": GREEN, "other": 
 _BASELINE_DASHES: dict[str, Any] = {"start": (0, (1, 1.6)), "local": (0, (5, 2)), "pooled": (0, (7, 2, 1.5, 2))}
 _MOST_BASELINES = 4
 _MOST_MARKERS = 40
+_MOST_BARS = 80
 
 PANEL = (460.0, 280.0)
 WIDE = (960.0, 350.0)
@@ -78,12 +79,19 @@ def all_plots(run: RunData) -> list[Plot]:
         plots.append(_evaluation(run, chief, wide=True))
     plots.append(_epsilon(run))
     plots.append(_participants(run))
-    plots += [_evaluation(run, m) for m in metrics_of(run) if chief is None or m.name != chief.name]
+    others = [m for m in metrics_of(run) if chief is None or m.name != chief.name]
+    plots += [_evaluation(run, m) for m in others if _moves(run, m)]
     plots += _latent(run)
     plots.append(_traffic(run))
     if any(r.seconds is not None for r in run.rounds):
         plots.append(_seconds(run))
     return plots
+
+
+def _moves(run: RunData, metric: Metric) -> bool:
+    """Whether training changed it: what only a frozen part of the model decides needs no plot."""
+    values = [run.start.get(metric.name), *(r.metrics.get(metric.name) for r in run.rounds)]
+    return len({figure(v) for v in values}) > 1 or len(values) < 3
 
 
 # ------------------------------------------------------------------------------------------------ the plots
@@ -123,6 +131,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     note = f"{_capital(metric.direction)}. " if metric.direction else ""
     unit = {
         "error / copy-last error": "1 is the error of predicting that nothing moves. ",
+        "error / error with true actions": "Above 1 the model uses the actions. ",
         "share of variance": "1 is the error of always predicting the mean. ",
     }.get(metric.unit, "")
     story = f"{figure(start)} at the start, " if math.isfinite(start) else ""
@@ -155,18 +164,9 @@ def _epsilon(run: RunData) -> Plot:
             _rounds_axis(axes, run)
             axes.set_yticks([])
             axes.set_ylabel("Epsilon")
-            axes.text(
-                0.5,
-                0.5,
-                "infinite (no guarantee)\nthis run is non-private",
-                ha="center",
-                va="center",
-                transform=axes.transAxes,
-                color=RED,
-                fontsize=15,
-                fontweight="bold",
-                bbox={"facecolor": "white", "edgecolor": RED, "boxstyle": "round,pad=0.6"},
-            )
+            style: Any = {"ha": "center", "transform": axes.transAxes, "color": RED, "fontweight": "bold"}
+            axes.text(0.5, 0.56, "infinite (no guarantee)", fontsize=17, **style)
+            axes.text(0.5, 0.42, "this run is non-private", fontsize=13, **style)
 
         return Plot("epsilon", title, caption, _svg("epsilon", title, caption, PANEL, empty, names=12))
 
@@ -218,8 +218,8 @@ def _participants(run: RunData) -> Plot:
         axes = fig.subplots()
         committed = [r for r in run.rounds if r.committed]
         burnt = [r for r in run.rounds if not r.committed]
-        axes.bar([r.index for r in run.rounds], [r.roster for r in run.rounds], 0.72, color="#dbe6f0", zorder=1)
-        axes.bar([r.index for r in committed], [r.participants for r in committed], 0.72, color=BLUE, zorder=2)
+        _bars(axes, {r.index: r.roster for r in run.rounds}, color="#dbe6f0", zorder=1)
+        _bars(axes, {r.index: r.participants for r in committed}, color=BLUE, zorder=2)
         if burnt:
             rosters = [r.roster for r in burnt]
             axes.bar(
@@ -232,7 +232,7 @@ def _participants(run: RunData) -> Plot:
                 linewidth=1.2,
                 zorder=2,
             )
-            for r in burnt:
+            for r in burnt if len(run.rounds) <= _MOST_MARKERS else ():
                 axes.annotate(
                     "burnt",
                     (r.index, r.roster / 2),
@@ -326,11 +326,10 @@ def _traffic(run: RunData) -> Plot:
 
     def draw(fig: Figure) -> None:
         axes = fig.subplots()
-        x = [r.index for r in known]
-        down = [(r.bytes_down or 0) / divisor for r in known]
-        up = [(r.bytes_up or 0) / divisor for r in known]
-        axes.bar([i - 0.2 for i in x], down, 0.38, color=BLUE, edgecolor=BLUE, label="down, to participants", zorder=2)
-        axes.bar([i + 0.2 for i in x], up, 0.38, color="white", edgecolor=BLUE, label="up, to coordinator", zorder=2)
+        down = {r.index: (r.bytes_down or 0) / divisor for r in known}
+        up = {r.index: (r.bytes_up or 0) / divisor for r in known}
+        _bars(axes, down, shift=-0.2, width=0.38, color=BLUE, edgecolor=BLUE, label="down, to participants")
+        _bars(axes, up, shift=0.2, width=0.38, color="white", edgecolor=BLUE, label="up, to coordinator")
         axes.set_ylim(0, largest / divisor * 1.08)
         _few_ticks(axes, 5)
         _rounds_axis(axes, run, start=False)
@@ -359,7 +358,7 @@ def _seconds(run: RunData) -> Plot:
 
     def draw(fig: Figure) -> None:
         axes = fig.subplots()
-        axes.bar([i for i, _ in timed], [s for _, s in timed], 0.72, color=BLUE, zorder=2)
+        _bars(axes, dict(timed), color=BLUE)
         axes.set_ylim(0, max([s for _, s in timed] + [1e-3]) * 1.12)
         _few_ticks(axes, 5)
         _rounds_axis(axes, run, start=False)
@@ -386,6 +385,23 @@ def _curve(axes: Axes, run: RunData, x: Sequence[float], y: Sequence[float], col
         if math.isfinite(value) and (position in burnt or len(x) <= _MOST_MARKERS):
             face = "white" if position in burnt else colour
             axes.plot([position], [value], "o", color=colour, markerfacecolor=face, markersize=5.5, zorder=4)
+
+
+def _bars(
+    axes: Axes, heights: Mapping[int, float], shift: float = 0.0, width: float = 0.72, zorder: int = 2, **style: Any
+) -> None:
+    """A bar for each round; so many that none could be told apart are drawn as one outline."""
+    if len(heights) <= _MOST_BARS:
+        places = [index + shift for index in heights]
+        axes.bar(places, list(heights.values()), width, zorder=zorder, **style)
+        return
+    first, last = min(heights), max(heights)
+    tops = [heights.get(index, 0.0) for index in range(first, last + 1)]
+    edges = [index - 0.5 for index in range(first, last + 2)]
+    if style.get("color") == "white":  # over the others: an outline alone
+        axes.stairs(tops, edges, color=ORANGE, linewidth=1.6, zorder=zorder + 1, label=style.get("label"))
+    else:
+        axes.stairs(tops, edges, fill=True, color=style["color"], zorder=zorder, label=style.get("label"))
 
 
 def _rounds_axis(axes: Axes, run: RunData, start: bool = True, label: bool = True) -> None:
@@ -476,19 +492,24 @@ def _name_lines(axes: Axes, lines: Sequence[_Line]) -> None:
 
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Positions in [0, 1], in the given ascending order and at least ``gap`` apart, near the wanted ones."""
-    groups: list[list[float]] = []  # each: [centre, number of labels]
-    for place in wanted:
-        groups.append([place, 1])
-        while len(groups) > 1:
-            (below, m), (above, n) = groups[-2], groups[-1]
-            if above - below >= gap * (m + n) / 2:
-                break
-            groups[-2:] = [[(below * m + above * n) / (m + n), m + n]]
-    placed = []
-    for centre, count in groups:
+
+    def settled(mean: float, count: float) -> float:
+        """Centre of a group that is kept inside."""
         half = gap * (count - 1) / 2
-        centre = min(max(centre, half), max(1 - half, half))
-        placed += [centre - half + gap * i for i in range(int(count))]
+        return min(max(mean, half), max(1 - half, half))
+
+    groups: list[tuple[float, int]] = []  # mean of the wanted positions, number of labels
+    for place in wanted:
+        groups.append((place, 1))
+        while len(groups) > 1:
+            (below, m), (above, n) = groups[-2:]
+            if settled(above, n) - settled(below, m) >= gap * (m + n) / 2:
+                break
+            groups[-2:] = [((below * m + above * n) / (m + n), m + n)]
+    placed = []
+    for mean, count in groups:
+        lowest = settled(mean, count) - gap * (count - 1) / 2
+        placed += [lowest + gap * i for i in range(count)]
     return placed
 
 

@@ -116,7 +116,7 @@ def _notice(run: RunData) -> Markup | None:
             "from its last finished round with ",
             el("code", "lensemble run --resume"),
             " and this folder.",
-            class_="notice",
+            class_="notice calm",
         )
     return el("p", _unbroken(manifest.detail), class_="notice")
 
@@ -212,7 +212,7 @@ def _claim(claim: Claim) -> Markup:
         el("td", badge, class_="holds"),
         el("td", bound, class_="eps", data_label="\u03b5"),
         el("td", delta(claim.delta), class_="eps", data_label="\u03b4"),
-        el("td", claim.guarantee, class_="says"),
+        el("td", claim.guarantee, class_="view"),
         el("td", claim.why_not, class_="says"),
         class_="main",
     )
@@ -231,7 +231,7 @@ def _terms(claim: Claim) -> str:
     ]
     parts = []
     if claim.unit:
-        parts.append(f"Protects {claim.unit}" + (f" (neighbours: {claim.neighbours})" if claim.neighbours else ""))
+        parts.append(f"Unit: {claim.unit}" + (f"; neighbours: {claim.neighbours}" if claim.neighbours else ""))
     if views and claim.epsilon < math.inf:
         parts.append(f"\u03b5 of {', '.join(views)}")
     if claim.theorem:
@@ -331,8 +331,9 @@ def _rounds(run: RunData) -> Markup:
         )
     table = el("table", el("thead", el("tr", heads)), el("tbody", rows), class_="rounds")
     note = (
-        "Epsilon is what all rounds up to this one cost together, rounded up, at the run's target delta. Metrics are "
-        "those of the model after the round. Bytes are payload to and from all participants."
+        "Epsilon is what all rounds up to this one cost together, rounded up, at the run's target delta"
+        + (" (infinite: no guarantee)" if not all(r.epsilon_central < math.inf for r in run.rounds) else "")
+        + ". Metrics are those of the model after the round. Bytes are payload to and from all participants."
     )
     return el("section", el("h2", "Rounds"), _scrollable(table, "Rounds"), el("p", note, class_="under-table"))
 
@@ -342,8 +343,8 @@ def _scrollable(table: Markup, label: str) -> Markup:
 
 
 def _unbroken(words: str) -> list[Child]:
-    """Keep numbers such as 1e-5 on one line; a browser would break them after the hyphen."""
-    pieces = re.split(r"(\d[\d.]*e-\d+)", words)
+    """Keep 1e-5 and NON-PRIVATE on one line; a browser would break them after the hyphen."""
+    pieces = re.split(r"(\d[\d.]*e-\d+|NON-PRIVATE)", words)
     return [el("span", piece, class_="nb") if i % 2 else piece for i, piece in enumerate(pieces)]
 
 
@@ -364,12 +365,12 @@ def _configuration(run: RunData) -> Markup:
             groups.append((key, value))
         elif key != "output_dir":
             top[key] = value
-    sections = [_settings("run", top, given, "")]
+    sections = [_settings("Run", top, given, "")]
     sections += [
         _settings(name, {k: v for k, v in values.items() if k != "sites_dir"}, given, f"{name}.")
         for name, values in groups
     ]
-    sections.append(_settings("derived for each round", _flattened(manifest.plan), set(), ""))
+    sections.append(_settings("Derived for each round", _flattened(manifest.plan), set(), ""))
     if manifest.overrides:
         intro: Child = ["Set for this run, in bold below: ", el("code", " ".join(str(o) for o in manifest.overrides))]
     else:
@@ -381,13 +382,13 @@ def _settings(name: str, values: dict[str, Any], given: set[str], prefix: str) -
     rows = [
         el(
             "div",
-            el("dt", key.replace("_", " ") if not prefix and name != "run" else key),
+            el("dt", key.replace("_", " ") if not prefix and name != "Run" else key),
             el("dd", _plain(value)),
             class_="set" if prefix + key in given else None,
         )
         for key, value in values.items()
     ]
-    return el("section", el("h3", _sentence_case(name)), el("dl", rows))
+    return el("section", el("h3", name), el("dl", rows))
 
 
 def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -467,7 +468,7 @@ def _limits(run: RunData) -> Markup:
             "Separation: all parties ran on one machine, so nothing is shown about a coordinator or peers that try "
             "to learn more."
         )
-    if run.surface == "full":
+    if run.surface == "full" and run.task == "world_model":
         items.append(
             "A common scale for prediction errors: the encoder moved with the run, and relative errors are in each "
             "model's own latent units."

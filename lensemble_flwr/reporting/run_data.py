@@ -2,7 +2,7 @@
 
     manifest.json      what ran and what is claimed
     rounds.jsonl       one record per finished round (missing while no round is finished)
-    evaluation.json    {"start": {metric: value}}, the model before round 0 (optional)
+    evaluation.json    {"start": {metric: value}, "headline": metric}: the model before round 0 (optional)
     baselines.json     {"rows": [{"name", "metrics", "note"}]}, computed outside the federation (optional)
 
 Only public values are in these files. A run that was interrupted is read as far as it got.
@@ -107,6 +107,8 @@ class RunData:
     claims: tuple[Claim, ...]
     start: dict[str, float]
     """Metrics of the model before round 0; empty if not stored."""
+    headline: str
+    """The metric that the run's task tells its outcome in; empty if not stored."""
     baselines: tuple[Baseline, ...]
 
     # ---------------------------------------------------------------- what was asked for
@@ -214,8 +216,9 @@ def load_run(folder: Path | str) -> RunData:
         manifest=manifest,
         rounds=tuple(_round(path, i, r, manifest.private) for i, r in enumerate(records)),
         claims=tuple(_claim(folder / "manifest.json", r) for r in manifest.claims),
-        start=_metrics(folder / "evaluation.json", start.get("start", {})) if start else {},
-        baselines=_baselines(folder / "baselines.json", baselines) if baselines else (),
+        start=_metrics(folder / "evaluation.json", start.get("start")) if start is not None else {},
+        headline=_headline(folder / "evaluation.json", start),
+        baselines=_baselines(folder / "baselines.json", baselines) if baselines is not None else (),
     )
     # Read every key once: a report must not fail halfway.
     _ = run.experiment, run.task, run.planned_rounds, run.guarantee, run.surface
@@ -253,6 +256,13 @@ def _optional(path: Path) -> dict[str, Any] | None:
     if not isinstance(tree, dict):
         _damaged(path, "it is not an object")
     return tree
+
+
+def _headline(path: Path, tree: dict[str, Any] | None) -> str:
+    name = (tree or {}).get("headline", "")
+    if not isinstance(name, str):
+        _damaged(path, "headline is not text")
+    return name
 
 
 def _metrics(path: Path, tree: Any) -> dict[str, float]:

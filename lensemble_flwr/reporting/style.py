@@ -37,6 +37,7 @@ code { font-family: var(--mono); font-size: 0.875em; overflow-wrap: anywhere; }
 .lede { font-size: 1.3rem; line-height: 1.5; max-width: 54rem; margin: 1.75rem 0 0; text-wrap: pretty; }
 .notice { margin: 1.4rem 0 0; padding: 0.8rem 1.1rem; border-left: 4px solid var(--red); background: var(--tint);
   max-width: 54rem; overflow-wrap: anywhere; }
+.notice.calm { border-color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 0; margin: 2rem 0 0;
   border-top: 1px solid var(--rule); border-bottom: 1px solid var(--rule); }
 .tile { padding: 0.9rem 1rem 1rem; border-left: 1px solid var(--rule); min-width: 0; }
@@ -52,7 +53,7 @@ th:first-child, td:first-child { padding-left: 0; }
 th:last-child, td:last-child { padding-right: 0; }
 thead th { color: var(--soft); font-size: 0.8125rem; font-weight: 600; vertical-align: bottom;
   border-bottom: 1.5px solid var(--ink); }
-tbody th { font-weight: 600; }
+tbody th { font-weight: 600; min-width: 3.5rem; }
 .num { text-align: right; white-space: nowrap; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible { outline: 2px solid var(--blue); outline-offset: 2px; }
@@ -63,6 +64,7 @@ tr.mine td:last-child { font-weight: 400; }
 tr.burnt td, tr.burnt th { color: var(--red); }
 tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .rounds td:last-child { min-width: 9rem; overflow-wrap: anywhere; }
+.compare tbody th { min-width: 9.5rem; }
 .compare td:last-child { min-width: 11rem; overflow-wrap: anywhere; }
 .badge { display: inline-block; white-space: nowrap; padding: 0.1rem 0.55rem; border: 1.5px solid; border-radius: 1rem;
   font-size: 0.875rem; font-weight: 650; line-height: 1.35; }
@@ -74,7 +76,7 @@ tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .claims .fine td { padding-bottom: 0.8rem; border-bottom: 1px solid var(--rule); color: var(--soft);
   font-size: 0.8125rem; line-height: 1.5; }
 .claims .fine p { max-width: none; margin: 0; overflow-wrap: anywhere; }
-.claims td.eps { white-space: nowrap; }
+.claims td.eps, .claims td.view { white-space: nowrap; }
 .claims td.eps b { font-size: 1.125rem; line-height: 1; }
 .claims td.says { overflow-wrap: anywhere; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
@@ -132,30 +134,28 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .claims thead { display: none; }
   .claims tbody { padding: 0.8rem 0; border-bottom: 1px solid var(--rule); }
   .claims .main th, .claims .main td, .claims .fine td { padding: 0.1rem 0; border: 0; }
-  .claims .main td.eps { display: inline-block; margin-right: 1.1rem; }
+  .claims .main td.eps, .claims .main td.view, .claims .main td.holds { display: inline-block; margin-right: 1rem; }
+  .claims td.view:not(:empty)::after { content: " view"; }
   .claims td.eps::before { content: attr(data-label) " "; color: var(--soft); }
-  .claims td.holds { margin: 0.25rem 0; }
   .scroll table { width: max-content; min-width: 100%; }
-  .rounds td:last-child, .compare td:last-child { max-width: 16rem; }
+  .rounds td:last-child, .compare tbody th { min-width: 9.5rem; }
+.compare td:last-child { max-width: 16rem; }
 }
 @media print {
-  @page { margin: 15mm 14mm 16mm; }
-  body { font-size: 10pt; line-height: 1.42; }
+  @page { margin: 14mm; }
+  html { font-size: 9.5pt; }
+  body { font-size: 1rem; line-height: 1.45; }
   main { max-width: none; padding: 0; }
-  h1 { font-size: 21pt; }
-  h2 { font-size: 13.5pt; margin-top: 8mm; break-after: avoid; }
+  h2 { margin-top: 7mm; break-after: avoid; }
   h3 { break-after: avoid; }
-  .lede { font-size: 12pt; margin-top: 5mm; }
-  .banner, .notice, .tiles, .grid > *, .settings section, tr { break-inside: avoid; }
+  .lede { max-width: none; margin-top: 5mm; }
+  .banner, .notice, .tiles, .settings section, .facts-table, tr, li { break-inside: avoid; }
+  .under-table { break-before: avoid; }
   thead { display: table-header-group; }
   .scroll { overflow: visible; }
-  table { font-size: 8.5pt; }
-  th, td { padding: 1mm 1.6mm; }
-  .tile .value { font-size: 15pt; }
-  .tile .value.word { font-size: 12pt; }
-  .claims .fine td, .under-table, figcaption, .settings, .facts-table, .tile dt, .tile .under { font-size: 8.5pt; }
-  .grid { gap: 6mm 8mm; }
-  .settings { columns: 3; }
-  ul.plain li { break-inside: avoid; }
+  th, td { padding: 0.3rem 0.5rem; }
+  .grid { gap: 6mm 8mm; margin-top: 4mm; }
+  p, figcaption, ul.plain { max-width: none; }
+  footer { margin-top: 5mm; padding-top: 2mm; break-before: avoid; }
 }
 """.strip()

@@ -48,7 +48,8 @@ def how_far(run: RunData) -> str:
         return f"After {_of(done, planned)}{burnt} (the run is under way or was interrupted)"
     if status != "completed":
         return f"The run failed with [{_ascii(status)}] after {_of(done, planned)}{burnt}"
-    return f"After {f'all {planned} rounds' if done == planned else _of(done, planned)}{burnt}"
+    everything = f"all {planned} rounds" if planned > 1 else "the only round"
+    return f"After {everything if done == planned else _of(done, planned)}{burnt}"
 
 
 def _of(done: int, planned: int) -> str:
@@ -116,9 +117,8 @@ def claimed(run: RunData) -> str:
         protects = f", protecting {_ascii(unit)}," if unit and len(unit) <= 60 else ""
         whom = listed([_ascii(observer(c.observer)) for c in claims])
         parts.append(f"epsilon {epsilon(eps)} at delta {delta(dlt)}{protects} against {whom}")
-    text = f"claimed is {listed(parts)}"
-    if len(run.rounds) < run.planned_rounds:
-        text += f", for all {run.planned_rounds} planned rounds"
+    when = f" for all {run.planned_rounds} planned rounds" if len(run.rounds) < run.planned_rounds else ""
+    text = f"claimed{when} is {listed(parts)}"
     if others:
         text += f"; nothing against {listed([_ascii(observer(c.observer)) for c in others]).replace(' and ', ' or ')}"
     return text
@@ -247,4 +247,4 @@ def _table(head: list[str], body: list[list[str]], left: set[int]) -> str:
 
 
 def _ascii(text: str) -> str:
-    return clean(text).encode("ascii", "replace").decode()
+    return clean(text).replace("\u00b2", "2").encode("ascii", "replace").decode()

@@ -65,7 +65,7 @@ def epsilon(value: float) -> str:
 
 def short_epsilon(value: float) -> str:
     """:func:`epsilon` for a narrow column."""
-    return epsilon(value) if value < math.inf else "inf"
+    return epsilon(value) if value < math.inf else "infinite"
 
 
 def delta(value: float | None) -> str:

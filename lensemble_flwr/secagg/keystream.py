@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-KEY_BYTES = 32
 SEGMENT = 1 << 20  # lanes; far below GCM's 64 GiB for one nonce
 BLOCK_BYTES = 3 << 16  # keystream, zeros and accumulator of one block share a core's L2 cache of 1 MiB
 

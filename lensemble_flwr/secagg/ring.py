@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.secagg import keystream
+from lensemble_flwr.secagg.entropy import Entropy, draw
 
 SEGMENT = keystream.SEGMENT
 TAIL_MIN_BITS = 64
@@ -40,7 +41,6 @@ MAX_SCALE_LOG2 = 512  # scaling any float32, and any float64 of use, stays exact
 _BLOCK = 1 << 16  # coordinates handled at a time, so that temporaries stay in cache
 
 Lanes = npt.NDArray[np.unsignedinteger[Any]]
-Entropy = Callable[[int], bytes]
 
 
 def _refuse(message: str, remediation: str = "") -> SecureAggregationError:
@@ -194,16 +194,16 @@ def encode(
     check_array(x, ring.dimension, (np.dtype("=f4"), np.dtype("=f8")), "The update")
     if rounding not in ("nearest", "stochastic"):
         raise _refuse(f"Unknown rounding {rounding!r}.", "Use nearest or stochastic.")
-    draw = (entropy or _fresh_stream()) if rounding == "stochastic" else None
+    source = (entropy or _fresh_stream()) if rounding == "stochastic" else None
     scale = math.ldexp(1.0, ring.scale_log2)
     out = np.empty(ring.dimension, ring.lane)
     for block in _blocks(ring.dimension):
         with np.errstate(over="ignore"):
             scaled = x[block].astype(np.float64) * scale  # exact: the scale is a power of two
-        if draw is None:
+        if source is None:
             rounded = np.rint(scaled, out=scaled)
         else:
-            rounded = _round_stochastically(scaled, draw)
+            rounded = _round_stochastically(scaled, source)
         if not np.all(np.abs(rounded) <= ring.qmax):  # false for NaN too
             raise _malformed(
                 "The update has a coordinate that is not finite or is over the range of the ring.",
@@ -218,8 +218,8 @@ def _fresh_stream() -> Entropy:
     return lambda count: keystream.stream(key, next(calls), count)
 
 
-def _round_stochastically(scaled: npt.NDArray[np.float64], draw: Entropy) -> npt.NDArray[np.float64]:
-    words = np.frombuffer(draw(8 * scaled.size), "<u8", scaled.size)
+def _round_stochastically(scaled: npt.NDArray[np.float64], source: Entropy) -> npt.NDArray[np.float64]:
+    words = np.frombuffer(draw(source, 8 * scaled.size), "<u8")
     uniform = (words >> np.uint64(11)) * 2.0**-53  # in [0, 1)
     with np.errstate(invalid="ignore"):
         below = np.floor(scaled)

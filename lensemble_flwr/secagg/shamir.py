@@ -8,10 +8,11 @@ values: do not use where an attacker can time it finely (here a participant shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from lensemble_flwr.errors import ContractViolation, SecureAggregationError
+from lensemble_flwr.secagg.entropy import Entropy
 
 PRIME = 2**256 + 297
 SECRET_BYTES = 32
@@ -20,9 +21,7 @@ SHARE_BYTES = 33
 _COEFFICIENT_BYTES = 64  # reduced mod p: within 2^-254 of uniform
 
 
-def split(
-    secret: bytes | bytearray, threshold: int, points: Collection[int], entropy: Callable[[int], bytes]
-) -> dict[int, bytes]:
+def split(secret: bytes | bytearray, threshold: int, points: Collection[int], entropy: Entropy) -> dict[int, bytes]:
     """One share per point; any `threshold` of them give the secret back.
 
     Args:

@@ -1,6 +1,6 @@
 """The noise: keys and wiping, the sampler's exact tables and decisions, and its output.
 
-Statistical tests use fixed replay seeds, so they cannot flake. Their power: with n = 4e6 draws a relative error of 0.3 %
+Statistical tests use fixed replay seeds, so they cannot flake. Their power: with n = 4e6 draws a relative error of .3 %
 in the std, a mean off by 0.0025 std, or a probability of .01 that is off by 3 % would each be more than 5 standard
 errors away; the thresholds are 4.5 to 5.
 """
@@ -129,7 +129,7 @@ def test_replayed_noise_is_a_format():
 # --- exact tables ---
 
 
-@pytest.mark.parametrize(("std", "ratio"), [(STD, 1.0), (2.0**33 + 12345.0, 1.0), (77.7, 1.0), (2.0**36.99, 4.0)])
+@pytest.mark.parametrize(("std", "ratio"), [(STD, 1.0), (2.0**33 + 12345.0, 1.0), (500.25, 1.0), (2.0**36.99, 4.0)])
 def test_alias_table_gives_every_stratum_its_exact_mass(std, ratio):
     sampler = RoundedGaussian(std, ratio)
     table = sampler._table
@@ -204,8 +204,7 @@ def test_acceptance_is_decided_exactly():
     table = sampler._table
     for start, size in ((0, 5), (16, 1), (640, 13), (4000, 16)):
         with mpmath.workdps(120):
-            ratio = exact_cell(1000.5, start + size) / exact_cell(1000.5, start)
-        edge = int(ratio * 2**128)
+            edge = int(exact_cell(1000.5, start + size) / exact_cell(1000.5, start) * 2**128)
         assert sampler._decide_exactly(edge - 1, 128, start, size, Scripted([]))
         assert not sampler._decide_exactly(edge + 1, 128, start, size, Scripted([]))
         assert sampler._decide_exactly(edge, 128, start, size, Scripted([0] * 5))
@@ -237,18 +236,18 @@ def test_float_decisions_have_room():
 
 def test_doubt_everything_and_the_law_stays_the_same(monkeypatch):
     """With a margin of 1 every decision is made in exact arithmetic."""
-    sampler = RoundedGaussian(64.0)
+    sampler = RoundedGaussian(4096.5)
     sampler._table = dataclasses.replace(sampler._table, margin=1.0)
-    values = np.zeros(8000, np.int64)
+    values = np.zeros(1500, np.int64)
     with ReplayEntropy(3).open() as stream:
         sampler.add_to(values, stream)
-    assert stats.kstest((values + np.random.default_rng(0).random(values.size) - 0.5) / 64.0, "norm").pvalue > 1e-4
+    assert stats.kstest((values + np.random.default_rng(0).random(values.size) - 0.5) / 4096.5, "norm").pvalue > 1e-4
 
 
 # --- the law ---
 
 
-@pytest.mark.parametrize("std", [64.0, 333.25])
+@pytest.mark.parametrize("std", [333.25, 1500.0])
 def test_every_integer_has_its_probability(std):
     count = 400_000
     values = draw(std, count, seed=5)

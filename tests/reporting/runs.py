@@ -39,6 +39,7 @@ def make_run(
     status: str = "completed",
     detail: str = "",
     simulation: bool = True,
+    headline: str = "",
     baselines: list[dict[str, Any]] | None = None,
 ) -> Path:
     """Write a run's folder.
@@ -116,7 +117,9 @@ def make_run(
     dataclasses.replace(
         manifest, status=status, detail=detail, dataset_roots=roots, created_utc="2026-11-29T21:04:00Z"
     ).write(folder)
-    (folder / "evaluation.json").write_text(json.dumps({"start": metrics[0]}))
+    (folder / "evaluation.json").write_text(
+        json.dumps({"schema_version": 1, "headline": headline, "start": metrics[0]})
+    )
     if baselines is not None:
         (folder / "baselines.json").write_text(json.dumps({"rows": baselines}))
     own_mu = privacy.clip_norm / std if std else math.inf
@@ -167,9 +170,11 @@ def private_run(folder: Path, **more: Any) -> Path:
         "r1": decay(0.152, 0.118, rounds),
         "altitude_rmse": decay(0.85, 0.51, rounds),
         "r5_nominal": decay(0.167, 0.182, rounds, 0.2),
+        "state_probe_r2": [0.914] * (rounds + 1),
+        "action_sensitivity": decay(1.9, 2.6, rounds),
         "effective_rank": [11.4] * (rounds + 1),
-        "std_min": [0.61] * (rounds + 1),
-        "std_mean": [0.98] * (rounds + 1),
+        "latent_std_min": [0.61] * (rounds + 1),
+        "latent_std_mean": [0.98] * (rounds + 1),
     }
     baselines = [
         {"name": "local only", "metrics": {"r5": 0.423, "r1": 0.141, "r5_nominal": 0.31}, "note": "best of 64 sites"},
@@ -183,6 +188,7 @@ def private_run(folder: Path, **more: Any) -> Path:
         "survivors": [64, 64, 63, 64, 61, 64, 64, 58, 64, 64],
         "facts": {7: {"attempt": 2}},
         "baselines": baselines,
+        "headline": "r5",
     }
     return make_run(folder, **(defaults | more))
 
@@ -204,19 +210,20 @@ def silos_run(folder: Path) -> Path:
     rounds = 10
     columns = {
         "r5": decay(0.41, 0.29, rounds),
-        "probe_r2": decay(0.55, 0.83, rounds),
+        "state_probe_r2": decay(0.55, 0.83, rounds),
         "effective_rank": decay(10.2, 12.9, rounds),
-        "std_min": decay(0.42, 0.66, rounds),
-        "std_mean": decay(0.9, 1.01, rounds),
+        "latent_std_min": decay(0.42, 0.66, rounds),
+        "latent_std_mean": decay(0.9, 1.01, rounds),
     }
     return make_run(
         folder,
         ["experiment=silos"],
         [{name: c[i] for name, c in columns.items()} for i in range(rounds + 1)],
         dimension=198_288,
+        headline="state_probe_r2",
         baselines=[
-            {"name": "local only", "metrics": {"probe_r2": 0.71, "r5": 0.34}, "note": "mean of 4 silos"},
-            {"name": "pooled", "metrics": {"probe_r2": 0.86, "r5": 0.27}, "note": ""},
+            {"name": "local only", "metrics": {"state_probe_r2": 0.71, "r5": 0.34}, "note": "mean of 4 silos"},
+            {"name": "pooled", "metrics": {"state_probe_r2": 0.86, "r5": 0.27}, "note": ""},
         ],
     )
 
@@ -248,7 +255,7 @@ def budget_run(folder: Path) -> Path:
         status="BUDGET",
         detail=(
             "[BUDGET] Round 2 was refused: a participant's privacy budget does not allow it. By the public record 2 "
-            "rounds cost epsilon 7.043 at delta 1e-05, round 2 would make it 8.96; the run's target is 8. Committed "
+            "rounds cost epsilon 6.573 at delta 1e-05, round 2 would make it 8.385; the run's target is 8. Committed "
             "rounds stay committed and the checkpoint is written. Raise the budget, plan fewer rounds, or stop here."
         ),
     )

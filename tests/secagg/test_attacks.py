@@ -632,6 +632,23 @@ def test_a_sum_that_wrapped_is_noticed_by_the_checksum(bits):
     assert "checksum" in str(error.value)
 
 
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_a_sum_out_of_reach_is_noticed_by_the_range(bits):
+    """Members over qmax whose sum does not wrap and whose checksums are honest."""
+    generous, ring = RingParams(bits, 2, 0, 50), RingParams(bits, 5, 0, 50)
+    for sign in (1, -1):
+        total = np.zeros(ring.padded, ring.lane)
+        keys = [Drbg(i)(32) for i in range(3)]
+        for key, value in zip(keys, (generous.qmax, generous.qmax, 0), strict=True):
+            y = np.empty(ring.padded, ring.lane)
+            masking.mask(y, np.full(50, sign * value), generous, bytes(32), [key], [])
+            masking.accumulate(total, y, ring)
+        assert 3 * ring.qmax < 2 * generous.qmax < 2 ** (bits - 1)
+        with refused("sum_check_failed") as error:
+            masking.unmask(total, ring, bytes(32), [], keys, 3)
+        assert "over what its summands can reach" in str(error.value)
+
+
 # --- 21: nothing secret where it does not belong
 
 

@@ -77,6 +77,14 @@ def test_related_keys_give_unrelated_streams():
     assert abs(int((one == two).sum()) - one.size / 2) < 5 * np.sqrt(one.size) / 2
 
 
+def test_the_last_block_can_be_forgotten():
+    masks = keystream.Masks(0, [KEY], [], np.dtype("<u4"))
+    masks.apply(np.zeros(100, np.uint32))
+    assert np.any(masks._buffer)
+    masks.wipe()
+    assert not np.any(masks._buffer)
+
+
 def test_keys_are_32_bytes():
     with pytest.raises(ValueError, match="key size"):
         keystream.stream(bytes(16), 0, 1)

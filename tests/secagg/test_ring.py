@@ -137,6 +137,11 @@ def test_encode_refuses_other_arrays(x):
         encode(x, RingParams(32, 3, 0, 5))
 
 
+def test_stochastic_rounding_without_entropy():
+    with refused("key_agreement_failed"):
+        encode(np.zeros(3), RingParams(32, 3, 0, 3), "stochastic", lambda count: bytes(count - 1))
+
+
 def test_unknown_rounding():
     with refused("policy_violation"):
         encode(np.zeros(1), RingParams(32, 3, 0, 1), "up")
