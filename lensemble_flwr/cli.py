@@ -66,7 +66,8 @@ def _run(argv: Sequence[str]) -> int:
         config = load_config(overrides)
         folder = _new_folder(config)
         overrides = [*(o for o in overrides if not o.startswith("output_dir=")), f"output_dir={_hydra(str(folder))}"]
-    _print_preflight(config)
+    if arguments.resume is None:
+        _print_preflight(config)
     _make_folder(folder)
     print(f"Output: {folder}", flush=True)
     try:
@@ -107,9 +108,9 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration, as in diloco.rounds=3")
     arguments = parser.parse_args(argv)
     from lensemble_flwr.config import load_config
-    from lensemble_flwr.privacy.preflight import preflight_text
+    from lensemble_flwr.preflight import run_preflight
 
-    print(preflight_text(load_config(arguments.overrides), short=False))
+    print(run_preflight(load_config(arguments.overrides), _preparing).text())
     return EXIT_OK
 
 
@@ -194,10 +195,21 @@ def _unexpected(command: str, error: Exception) -> int:
 
 
 def _print_preflight(config: Config) -> None:
-    """The short form before a run. A hopeless run is refused in there (ConfigError) unless it is accepted."""
-    from lensemble_flwr.privacy.preflight import preflight_text
+    """The short form before a run. A hopeless run is refused (ConfigError) unless it is accepted."""
+    from lensemble_flwr.preflight import run_preflight
 
-    print(preflight_text(config, short=True), flush=True)
+    found = run_preflight(config, _preparing)
+    print(found.text(short=True), flush=True)
+    found.refuse_if_hopeless()
+
+
+def _preparing(what: str, done: int, total: int) -> None:
+    """Progress of what is made before a run: one line that rewrites itself, or a line per quarter."""
+    if sys.stderr.isatty():
+        end = "\n" if done >= total else ""
+        print(f"\r{what}: {done}/{total}\x1b[K", end=end, file=sys.stderr, flush=True)
+    elif done >= total or done * 4 // total != (done - 1) * 4 // total:
+        print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 def _print_report(folder: Path) -> None:

@@ -248,10 +248,10 @@ def test_dead_simulation_is_noticed(stub: Stub, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_own_connection(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
-    (tmp_path / "flwr").mkdir()
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
     config = '[superlink.lab]\naddress = "10.0.0.1:8000"\n[superlink.local]\naddress = ":local:"\n'
-    (tmp_path / "flwr" / "config.toml").write_text(config)
+    (tmp_path / "home" / "config.toml").write_text(config)
     result, _ = stub.run({"run": [END], "superlink_exit": 1}, superlink="lab")
     assert result.exit_status == 0
     assert stub.calls[0][2] == "lab"
@@ -260,7 +260,7 @@ def test_own_connection(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConfigError, match=told) as caught:
             stub.run({"run": [END]}, superlink=name)
         assert "lab" in caught.value.remediation
-    (tmp_path / "flwr" / "config.toml").unlink()
+    (tmp_path / "home" / "config.toml").unlink()
     with pytest.raises(ConfigError, match="not in"):
         stub.run({"run": [END]}, superlink="lab")
 

@@ -289,7 +289,7 @@ def _comparison(run: RunData) -> Markup | None:
         for row in rows
     ]
     directions = sorted({m.direction for m in metrics if m.direction})
-    says = [f"{d}: {', '.join(m.short for m in metrics if m.direction == d)}".capitalize() for d in directions]
+    says = [f"{_sentence_case(d)}: {', '.join(m.short for m in metrics if m.direction == d)}" for d in directions]
     about = [f"{'. '.join(says)}." if says else "", _baseline_note(run)]
     return el(
         "div",

@@ -12,7 +12,7 @@ STYLE = """
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
 body { margin: 0; background: #fff; color: var(--ink); font: 16px/1.55 var(--sans);
-  font-variant-numeric: tabular-nums lining-nums; }
+  font-variant-numeric: tabular-nums lining-nums; overflow-wrap: break-word; }
 main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.5rem 4rem; }
 h1, h2, h3 { line-height: 1.2; margin: 0; text-wrap: balance; overflow-wrap: anywhere; }
 h1 { font-size: 2.25rem; font-weight: 700; letter-spacing: -0.015em; }
@@ -28,13 +28,14 @@ code { font-family: var(--mono); font-size: 0.875em; overflow-wrap: anywhere; }
   text-transform: uppercase; margin: 0 0 0.35rem; }
 .facts { display: flex; flex-wrap: wrap; gap: 0.35rem 1.1rem; margin: 0.8rem 0 0; padding: 0; list-style: none;
   color: var(--soft); font-size: 0.9375rem; }
-.facts li { overflow-wrap: anywhere; }
+.facts li { overflow-wrap: anywhere; min-width: 0; }
 .banner { margin: 1.75rem 0 0; padding: 1.1rem 1.4rem 1.2rem; border: 4px solid var(--red); background: #fff4ef;
   print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 .banner strong { display: block; color: var(--red); font-size: 2rem; line-height: 1.1; letter-spacing: 0.03em;
   font-weight: 800; margin-bottom: 0.4rem; }
 .banner p { margin: 0; }
-.lede { font-size: 1.3rem; line-height: 1.5; max-width: 54rem; margin: 1.75rem 0 0; text-wrap: pretty; }
+.lede { font-size: 1.3rem; line-height: 1.5; max-width: 54rem; margin: 1.75rem 0 0; text-wrap: pretty;
+  overflow-wrap: anywhere; }
 .notice { margin: 1.4rem 0 0; padding: 0.8rem 1.1rem; border-left: 4px solid var(--red); background: var(--tint);
   max-width: 54rem; overflow-wrap: anywhere; }
 .notice.calm { border-color: var(--soft); }
@@ -64,9 +65,9 @@ tr.mine td:last-child { font-weight: 400; }
 tr.burnt td, tr.burnt th { color: var(--red); }
 tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .rounds td:last-child { min-width: 9rem; overflow-wrap: anywhere; }
-.compare tbody th { min-width: 9.5rem; }
+.compare tbody th { min-width: 9.5rem; overflow-wrap: anywhere; }
 .compare td:last-child { min-width: 11rem; overflow-wrap: anywhere; }
-.badge { display: inline-block; white-space: nowrap; padding: 0.1rem 0.55rem; border: 1.5px solid; border-radius: 1rem;
+.badge { display: inline-block; max-width: 100%; padding: 0.1rem 0.55rem; border: 1.5px solid; border-radius: 1rem;
   font-size: 0.875rem; font-weight: 650; line-height: 1.35; }
 .yes { color: var(--green); } .no { color: var(--red); } .meh { color: var(--soft); }
 .claims th, .claims td { border-bottom: 0; padding-bottom: 0.1rem; }
@@ -76,7 +77,9 @@ tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .claims .fine td { padding-bottom: 0.8rem; border-bottom: 1px solid var(--rule); color: var(--soft);
   font-size: 0.8125rem; line-height: 1.5; }
 .claims .fine p { max-width: none; margin: 0; overflow-wrap: anywhere; }
-.claims td.eps, .claims td.view { white-space: nowrap; }
+.claims td.eps, .claims td.holds { white-space: nowrap; }
+.claims td.view { min-width: 5rem; }
+.claims tbody th { overflow-wrap: anywhere; min-width: 9rem; }
 .claims td.eps b { font-size: 1.125rem; line-height: 1; }
 .claims td.says { overflow-wrap: anywhere; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
@@ -135,10 +138,10 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .claims tbody { padding: 0.8rem 0; border-bottom: 1px solid var(--rule); }
   .claims .main th, .claims .main td, .claims .fine td { padding: 0.1rem 0; border: 0; }
   .claims .main td.eps, .claims .main td.view, .claims .main td.holds { display: inline-block; margin-right: 1rem; }
-  .claims td.view:not(:empty)::after { content: " view"; }
+  .claims td.view:not(:empty)::before { content: "view "; color: var(--soft); }
   .claims td.eps::before { content: attr(data-label) " "; color: var(--soft); }
   .scroll table { width: max-content; min-width: 100%; }
-  .rounds td:last-child, .compare tbody th { min-width: 9.5rem; }
+  .rounds td:last-child, .compare tbody th { min-width: 9.5rem; overflow-wrap: anywhere; }
 .compare td:last-child { max-width: 16rem; }
 }
 @media print {

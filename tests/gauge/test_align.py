@@ -32,9 +32,7 @@ class Toy(nn.Module):
 
     def surface(self) -> FrameSurface:
         d = self.d
-        return FrameSurface(
-            ("frame.weight", "out.weight", "out.bias"), (("inp.weight", ((0, d), (d, 2 * d))),), ("B",)
-        )
+        return FrameSurface(("frame.weight", "out.weight", "out.bias"), (("inp.weight", ((0, d), (d, 2 * d))),), ("B",))
 
 
 def encode_with(model: Toy, x: Tensor):

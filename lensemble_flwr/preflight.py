@@ -1,0 +1,248 @@
+"""`lensemble preflight`: what a run will claim, cost and survive, before any private data is read."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+
+from lensemble_flwr.config import Config
+from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.federation.claim_inputs import claims_of
+from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
+from lensemble_flwr.federation.records import Guarantee
+from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
+from lensemble_flwr.federation.task import Progress, Task, build_task
+from lensemble_flwr.privacy.claims import Claim, claim_grade, claims_table
+from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.privacy.preflight import REFUSE, WARN, fewest_participants, largest_dimension
+from lensemble_flwr.privacy.preflight import preflight as expected_ratio
+from lensemble_flwr.secagg import Stage, message_size
+
+MOST_REHEARSAL_S = 180.0
+_PROCESS_BYTES = 450 << 20  # resident size of one simulated participant process with torch loaded
+_START_S = 25.0  # Flower's simulation runtime until the first message, two cores
+_EXCHANGE_S, _MESSAGE_S = 0.15, 0.012  # one exchange, and one message in it, two cores
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """All that preflight found; :meth:`text` prints it."""
+
+    config: Config
+    plan: Plan
+    claims: list[Claim]
+    epsilon_local: float
+    epsilon_central: float
+    ratio: float
+    rehearsal: Rehearsal | None
+    bytes_up: int
+    bytes_down: int
+    memory_bytes: int
+    seconds: float
+    seconds_source: str
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the noise is expected to drown the update: the rehearsal's verdict, or the ratio's without one."""
+        if not self.config.privacy.enabled:
+            return False
+        if self.rehearsal is not None:
+            return self.rehearsal.verdict == "red"
+        return self.ratio < REFUSE
+
+    def refuse_if_hopeless(self) -> None:
+        """Raises ConfigError unless the run can be useful or ``privacy.accept_noise`` is set."""
+        if self.hopeless and not self.config.privacy.accept_noise:
+            raise ConfigError(
+                "The noise is expected to drown what is learnt" + self._evidence() + ".",
+                self._what_would_do() + " Or run it all the same with privacy.accept_noise=true.",
+            )
+
+    def _evidence(self) -> str:
+        if self.rehearsal is not None:
+            return f" (on public data it adds {_percent(self.rehearsal.cost)} to {self.rehearsal.metric})"
+        return f" (expected signal-to-noise {self.ratio:.2g}, below {REFUSE})"
+
+    def _what_would_do(self) -> str:
+        plan, privacy = self.plan, self.config.privacy
+        share = plan.min_survivors / plan.n
+
+        def std(n: int) -> float:
+            if plan.guarantee != Guarantee.CENTRAL:
+                return plan.noise_std
+            m = max(plan.colluders + 2, math.floor(share * n))
+            return own_noise_std("central", plan.noise_multiplier, plan.clip_norm, m, plan.colluders)
+
+        participants = fewest_participants(std, plan.dimension, plan.clip_norm)
+        dimension = largest_dimension(plan.n, plan.noise_std, plan.clip_norm)
+        options = [f"about {participants:,} participants", f"at most {dimension:,} federated weights"]
+        if plan.guarantee == Guarantee.LOCAL:
+            options.append("privacy.guarantee=central")
+        return (
+            f"At epsilon {privacy.target_epsilon:g} over {self.config.diloco.rounds} rounds it takes "
+            + " or ".join(options)
+            + ", or a smaller unit of privacy (one episode instead of a whole participant; not built)."
+        )
+
+    def text(self, short: bool = False) -> str:
+        """What a person reads; the short form is what `lensemble run` prints first."""
+        config, plan, privacy = self.config, self.plan, self.config.privacy
+        lines = [
+            f"{config.experiment}: {plan.n} participants, {config.diloco.rounds} rounds of {config.diloco.inner_steps} "
+            f"local steps, {plan.dimension:,} federated weights ({config.federation.surface})"
+        ]
+        if not privacy.enabled:
+            lines.append("NON-PRIVATE: updates are masked but neither clipped nor noised; no epsilon is claimed.")
+        else:
+            lines += [
+                f"noise: sigma {plan.noise_multiplier:.4g} (each participant's own std {plan.noise_std:.3g} = "
+                f"{plan.noise_std / plan.clip_norm:.3g} C), calibrated by {privacy.accountant} to epsilon "
+                f"{privacy.target_epsilon:g} at delta {privacy.target_delta:g}, guarantee {privacy.guarantee}"
+                if privacy.noise_multiplier is None
+                else f"noise: sigma {plan.noise_multiplier:.4g} as configured (each participant's own std "
+                f"{plan.noise_std:.3g} = {plan.noise_std / plan.clip_norm:.3g} C), guarantee {privacy.guarantee}",
+                f"epsilon of all rounds at delta {privacy.target_delta:g}: central {_number(self.epsilon_central)}, "
+                f"local {_number(self.epsilon_local)}",
+            ]
+            if privacy.entropy == "replay":
+                lines.append("NON-PRIVATE: the noise is seeded (replay); no epsilon is claimed.")
+            allowed = self.rounds_allowed
+            if allowed < config.diloco.rounds:
+                lines.append(
+                    f"WARNING: the budget allows {allowed} of {config.diloco.rounds} rounds; the run will stop there "
+                    "with exit status 3."
+                )
+            lines.append(
+                f"signal-to-noise expected from n, d and sigma: {self.ratio:.2g} "
+                f"({'good' if self.ratio >= WARN else 'weak' if self.ratio >= REFUSE else 'very weak'}; "
+                "a poor guide across parameterisations)"
+            )
+            if self.rehearsal is not None:
+                lines.append(self._rehearsal_line(self.rehearsal))
+            else:
+                lines.append(f"no public rehearsal: it would take over {MOST_REHEARSAL_S:g} s; the ratio above judges")
+        lines.append(
+            f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; memory about "
+            f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"
+        )
+        if not short:
+            grade, why_not = claim_grade(self.claims, list(privacy.claim))
+            lines += ["", claims_table(self.claims), ""]
+            if privacy.claim:
+                verdict = "holds" if grade else "does not hold: " + "; ".join(why_not)
+                lines.append(f"privacy.claim = {', '.join(privacy.claim)}: {verdict}")
+        if self.hopeless:
+            lines.append(f"The noise is expected to drown what is learnt{self._evidence()}. {self._what_would_do()}")
+        return "\n".join(lines)
+
+    @property
+    def rounds_allowed(self) -> int:
+        """Rounds that the run's own target allows at the plan's noise."""
+        config = self.config
+        if not config.privacy.enabled:
+            return config.diloco.rounds
+        opened = _specimen(config, self.plan, None)
+        for rounds in range(1, config.diloco.rounds + 1):
+            if epsilon_after(opened, rounds) > config.privacy.target_epsilon * (1 + 1e-9):
+                return rounds - 1
+        return config.diloco.rounds
+
+    @staticmethod
+    def _rehearsal_line(rehearsal: Rehearsal) -> str:
+        return (
+            f"rehearsal on public data: {rehearsal.verdict}, noise adds {_percent(rehearsal.cost)} to "
+            f"{rehearsal.metric} ({rehearsal.start:.3g} at the start, {rehearsal.noiseless:.3g} without noise, "
+            f"{rehearsal.noisy:.3g} with); signal-to-noise there {rehearsal.signal_to_noise:.2g}, median norm of an "
+            f"update {rehearsal.median_norm:.3g}"
+        )
+
+
+class _Sizes:
+    """Just enough of a task for a specimen RoundOpen."""
+
+    def __init__(self, dimension: int) -> None:
+        self.dimension, self.base_hash, self.probe_hash = dimension, bytes(32), bytes(32)
+
+    def sketch_hash(self, sketch_seed: int) -> bytes:
+        return bytes(32)
+
+
+def _specimen(config: Config, plan: Plan, task: Task | None):
+    roster = tuple(i.to_bytes(32, "big") for i in range(plan.n))
+    return round_open(config, task or _Sizes(plan.dimension), plan, bytes(32), 0, bytes(32), roster)  # type: ignore[arg-type]
+
+
+def run_preflight(config: Config, progress: Progress | None = None, simulation: bool = True) -> Preflight:
+    """Make the public data and warm start if they are missing, rehearse, and gather the figures.
+
+    Raises:
+        ConfigError: the configuration cannot work (infeasible target, ring too coarse).
+    """
+    task = build_task(config)
+    task.prepare(progress)
+    plan = make_plan(config, config.federation.participants, task.dimension)
+    opened = _specimen(config, plan, None)
+    rehearsal, update_seconds = None, 0.0
+    if config.privacy.enabled:
+        started = time.monotonic()
+        task.public_update(task.initial(), 0, plan.n, steps=config.diloco.inner_steps, sketch_seed=0)
+        update_seconds = time.monotonic() - started
+        if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:
+            rehearsal = rehearse(task, config, plan, progress)
+            update_seconds = rehearsal.update_seconds
+    up, down = _traffic(plan)
+    cores = os.cpu_count() or 1
+    seconds = _START_S + config.diloco.rounds * (
+        4 * (_EXCHANGE_S + plan.n * _MESSAGE_S) + plan.n * update_seconds / cores
+    )
+    source = "local step timed here, Flower's cost as measured on two cores"
+    if not update_seconds:
+        source = "without training: nothing was timed"
+    return Preflight(
+        config=config,
+        plan=plan,
+        claims=claims_of(config, plan, simulation),
+        epsilon_local=epsilon_after(opened, config.diloco.rounds, "local"),
+        epsilon_central=epsilon_after(opened, config.diloco.rounds, "central"),
+        ratio=expected_ratio(plan.n, plan.dimension, plan.noise_std, plan.clip_norm)
+        if config.privacy.enabled
+        else math.inf,
+        rehearsal=rehearsal,
+        bytes_up=up,
+        bytes_down=down,
+        # theta, trained copy, AdamW moments and gradients (float32), k (int64), the masked vector, Flower's copies
+        memory_bytes=_PROCESS_BYTES + plan.dimension * (5 * 4 + 8) + 6 * plan.ring.wire_bytes,
+        seconds=seconds,
+        seconds_source=source,
+    )
+
+
+def _traffic(plan: Plan) -> tuple[int, int]:
+    """Payload bytes of one participant in one round, (up, down), without drops."""
+    n = plan.n
+    up = message_size(Stage.KEYS, n, n) + message_size(Stage.SHARES, n, n) + message_size(Stage.REVEAL, n, n)
+    down = message_size(Stage.ROSTER, n, n) + message_size(Stage.ENVELOPES, n, n)
+    down += message_size(Stage.SURVIVORS, n, n) + 400 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
+    return up + plan.ring.wire_bytes + 32, down + 4 * plan.dimension
+
+
+def _number(epsilon: float) -> str:
+    return f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite (no guarantee)"
+
+
+def _percent(cost: float) -> str:
+    return f"{100 * cost:+.1f} %" if math.isfinite(cost) else "infinitely much"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
