@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -217,8 +218,10 @@ def _print_report(folder: Path) -> None:
     from lensemble_flwr.reporting.report import write_report
     from lensemble_flwr.reporting.run_data import load_run
     from lensemble_flwr.reporting.summary import closing_sentence
+    from lensemble_flwr.reporting.tensorboard import write_events
 
     report = write_report(folder)
+    write_events(folder)
     print(closing_sentence(load_run(folder)))
     print(f"Report: {report}", flush=True)
 
@@ -227,10 +230,10 @@ def _print_report(folder: Path) -> None:
 
 
 def _hydra(value: str) -> str:
-    """A value quoted for Hydra's override grammar."""
-    if value and all(c.isalnum() or c in "_-./:%@" for c in value):
+    """A value quoted for Hydra's override grammar, where a backslash only counts before a quote or at the end."""
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", value):
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
 
 
 def _new_folder(config: Config) -> Path:
@@ -368,6 +371,9 @@ class Display:
 
     def _on_joined(self, event: dict[str, Any]) -> None:
         self._print(f"{event.get('participants')} participants joined.")
+
+    def _on_stopping(self, event: dict[str, Any]) -> None:
+        self._print("Stopping after this stage; once more stops at once.")
 
     def _on_start(self, event: dict[str, Any]) -> None:
         self._row(event.get("metrics") or {}, "start")

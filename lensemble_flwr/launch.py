@@ -46,7 +46,7 @@ _CONNECTION = "lensemble"
 _PREFIX = "lensemble-"
 _MAGIC_ADDRESSES = (":local:", ":local-in-memory:")
 _START_TIMEOUT_S = 90.0
-_LOST_AFTER_S = 10.0
+_LOST_AFTER_S = 4.0
 _NEEDED_BYTES = 256 * 2**20
 # A Unix socket's path may have 103 bytes (107 on Linux); ray appends up to 68 to its folder.
 _LONGEST_BASE = 16
@@ -672,6 +672,7 @@ class _Run:
             with contextlib.suppress(OSError):
                 (self._space.path / "stop").touch()
             self._stop_at = now + self._grace
+            self._on_line('LENSEMBLE|{"event": "stopping"}')
         if self._stop_at is not None and (self._signals.count > 1 or now > self._stop_at):
             raise _Interrupted
         if self._local is None or now - self._looked_at < self._LOOK_EVERY_S:

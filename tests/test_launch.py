@@ -452,12 +452,14 @@ def environment_of(log: Path) -> dict[str, str]:
 
 
 def assert_nothing_left(log: Path, within_s: float = 0.0) -> None:
-    """No process names the run's private folder any more, and the folder is gone."""
-    folder = environment_of(log)["RAY_TMPDIR"]
+    """No process of the run, none that names its private folder, and the folder is gone."""
+    environment = environment_of(log)
+    folder = environment["RAY_TMPDIR"]
     deadline = time.monotonic() + within_s
     while True:
         listed = subprocess.run(["ps", "-axwwo", "pid,args"], capture_output=True, text=True, check=True).stdout
         left = [line for line in listed.splitlines() if folder in line]
+        left += [f"{p.pid} {p.command}" for p in processes.family(environment["LENSEMBLE_RUN_MARK"]) if p.alive]
         if not left and not Path(folder).exists():
             return
         assert time.monotonic() < deadline, left

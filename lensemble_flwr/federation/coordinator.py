@@ -7,6 +7,7 @@ index advances). There is never a partial sum.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -167,10 +168,13 @@ class Coordinator:
             self.folder.federation_id, 0, bytes(32), self._named(theta), np.zeros(theta.size, np.float64)
         )
         self.folder.save_checkpoint(start)
-        metrics = self.task.evaluate(theta)
+        metrics = self._evaluate(theta)
         self.folder.write_start(metrics, self.task.headline)
         self.on_event("start", {"metrics": metrics, "headline": self.task.headline})
         return start
+
+    def _evaluate(self, theta: np.ndarray) -> dict[str, float | None]:
+        return {name: _finite(value) for name, value in self.task.evaluate(theta).items()}
 
     def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:
         return {p.name: theta[p.start : p.start + p.size].reshape(p.shape).copy() for p in self.task.layout}
@@ -480,6 +484,7 @@ class Coordinator:
             stored.digest() if stored else bytes(32),
             stored.survivors if stored else (),
         )
+        private = opened.private and not opened.replay  # seeded noise protects nothing, whatever the ledgers count
         record = {
             "schema_version": 1,
             "round": opened.round,
@@ -491,10 +496,10 @@ class Coordinator:
             "checkpoint": content.hex(),
             "bytes_down": self._traffic.down,
             "bytes_up": self._traffic.up,
-            "private": opened.private and not opened.replay,
-            "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")),
-            "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")),
-            "metrics": self.task.evaluate(theta),
+            "private": private,
+            "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")) if private else None,
+            "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")) if private else None,
+            "metrics": self._evaluate(theta),
             "close": close.encode().hex(),
             **facts,
         }
@@ -520,6 +525,6 @@ def _size(value: Any) -> int:
     return 0 if value is None else 8
 
 
-def _finite(epsilon: float) -> float | None:
-    """JSON has no infinity; null is "no guarantee"."""
-    return epsilon if epsilon < float("inf") else None
+def _finite(value: float) -> float | None:
+    """JSON has neither infinity nor NaN: null is "no guarantee", or a metric that could not be computed."""
+    return value if math.isfinite(value) else None

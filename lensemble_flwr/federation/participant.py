@@ -196,6 +196,8 @@ class SiteParticipant:
         if state is not None:
             self.site.stage_local_state(fid, index, state)
         ledger.encoded(fid, index, digest, opened.digest())
+        if self.site.policy.log_releases:
+            self.site.log_release(fid, index, release.to_bytes())
         self.site.adopt_local_state(fid, index)
         return release
 

@@ -27,7 +27,7 @@ class Policy:
 
     ``max_epsilon_*`` at ``delta`` over the site's whole life; ``min_own_noise`` is the smallest own noise std over C;
     ``min_survivors``, ``min_colluders`` and ``max_clip_norm`` bound what a RoundOpen may say; ``allow_replay`` is
-    written only by simulated sites.
+    written only by simulated sites. ``log_releases`` keeps a copy of every release (noised) at the site, for audits.
     """
 
     version: int = POLICY_VERSION
@@ -43,6 +43,7 @@ class Policy:
     max_clip_norm: float | None = None
     max_inner_steps: int | None = None
     min_roster: int = 3
+    log_releases: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -8,13 +8,16 @@ no privacy and says how much damage the noise does to a model of exactly this sh
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from lensemble_flwr.config import Config
+from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.outer import mean_of_sum, outer_step
 from lensemble_flwr.federation.plan import Plan, round_open
+from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.federation.task import Progress, Task, theta_hash
 
@@ -51,61 +54,104 @@ class Rehearsal:
         return "green" if self.cost < GREEN else "amber" if self.cost <= AMBER else "red"
 
 
+Update = Callable[[np.ndarray, int, RoundOpen], np.ndarray | None]
+"""(theta, participant, RoundOpen) -> its local theta; None for a zero update."""
+
+Count = Callable[[int], None]
+"""Called with the number of rounds done."""
+
+
+@dataclass
+class FirstRound:
+    """What the un-noised updates of the first round looked like."""
+
+    norms: list[float]
+    sum_norm: float = 0.0
+    sum_of_squares: float = 0.0
+
+
+def rounds_in_process(
+    task: Task,
+    config: Config,
+    plan: Plan,
+    update: Update,
+    *,
+    noisy: bool,
+    progress: Count | None = None,
+) -> tuple[np.ndarray, FirstRound]:
+    """All rounds in this process on plain sums: local steps, clip, noise, ring and outer step as in a real run.
+
+    Without ``noisy`` the updates are clipped only. No masks, no ledger, nothing is released: for rehearsals on public
+    data and for experiments on generated data.
+
+    Returns:
+        (final theta, facts about the first round's clipped updates).
+    """
+    roster = tuple(i.to_bytes(32, "big") for i in range(1, plan.n + 1))
+    theta, momentum = task.initial(), np.zeros(task.dimension)
+    first = FirstRound([])
+    diloco = config.diloco
+    for index in range(diloco.rounds):
+        opened = round_open(config, task, plan, bytes(32), index, theta_hash(task.layout, theta), roster)
+        total, clipped_sum = np.zeros(task.dimension, np.int64), np.zeros(task.dimension)
+        for share in range(plan.n):
+            local = update(theta, share, opened)
+            delta = None if local is None else local - theta
+            if delta is not None and not np.isfinite(delta).all():
+                delta = None  # what a participant does with an update that is not finite
+            if noisy:
+                total += release_update(delta, opened, roster[share], simulation=True).q
+            if delta is None:
+                continue
+            wide = delta.astype(np.float64)
+            norm = float(np.linalg.norm(wide))
+            clipped = wide * min(1.0, plan.clip_norm / norm) if norm else wide
+            clipped_sum += clipped
+            if index == 0:
+                first.norms.append(norm)
+                first.sum_of_squares += float(clipped @ clipped)
+        if index == 0:
+            first.sum_norm = float(np.linalg.norm(clipped_sum))
+        mean = mean_of_sum(total, plan.ring.scale_log2, plan.n) if noisy else clipped_sum / plan.n
+        theta, momentum = outer_step(theta, momentum, mean, diloco.outer_lr, diloco.outer_momentum)
+        if progress:
+            progress(index + 1)
+    return theta, first
+
+
 def rehearse(task: Task, config: Config, plan: Plan, progress: Progress | None = None) -> Rehearsal:
     """Run all rounds twice on public data: clipped only, and clipped and noised as in the real run."""
     began = time.monotonic()
-    roster = tuple(i.to_bytes(32, "big") for i in range(1, plan.n + 1))
-    thetas = {"noiseless": task.initial(), "noisy": task.initial()}
-    momenta = {name: np.zeros(task.dimension) for name in thetas}
-    norms: list[float] = []
-    signal = coherence = update_seconds = 0.0
-    diloco = config.diloco
-    for index in range(diloco.rounds):
-        for name in thetas:
-            theta = thetas[name]
-            opened = round_open(config, task, plan, bytes(32), index, theta_hash(task.layout, theta), roster)
-            total = np.zeros(task.dimension, np.int64)
-            clipped_sum, clipped_squares = np.zeros(task.dimension), 0.0
-            for share in range(plan.n):
-                started = time.monotonic()
-                local = task.public_update(
-                    theta, share, plan.n, steps=diloco.inner_steps, sketch_seed=opened.sketch_seed
-                )
-                update_seconds += time.monotonic() - started
-                delta = (local - theta).astype(np.float64)
-                norm = float(np.linalg.norm(delta))
-                if index == 0 and name == "noiseless":
-                    norms.append(norm)
-                if not np.isfinite(norm):
-                    delta, norm = np.zeros_like(delta), 0.0
-                if name == "noisy":
-                    total += release_update(delta.astype(np.float32), opened, roster[share], simulation=True).q
-                clipped = delta * min(1.0, plan.clip_norm / norm) if norm else delta
-                clipped_sum += clipped
-                clipped_squares += float(clipped @ clipped)
-            if name == "noisy":
-                mean = mean_of_sum(total, plan.ring.scale_log2, plan.n)
-            else:
-                mean = clipped_sum / plan.n
-                if index == 0:
-                    length = float(clipped_sum @ clipped_sum)
-                    noise = plan.noise_std * (plan.n * task.dimension) ** 0.5
-                    signal = length**0.5 / noise if noise else float("inf")
-                    pairs = plan.n * (plan.n - 1)
-                    mean_square = clipped_squares / plan.n
-                    coherence = (length - clipped_squares) / pairs / mean_square if mean_square else 0.0
-            thetas[name], momenta[name] = outer_step(theta, momenta[name], mean, diloco.outer_lr, diloco.outer_momentum)
+    steps, rounds = config.diloco.inner_steps, config.diloco.rounds
+    update_seconds = 0.0
+
+    def update(theta: np.ndarray, share: int, opened: RoundOpen) -> np.ndarray:
+        nonlocal update_seconds
+        started = time.monotonic()
+        local = task.public_update(theta, share, plan.n, steps=steps, sketch_seed=opened.sketch_seed)
+        update_seconds += time.monotonic() - started
+        return local
+
+    def tell(done: int) -> None:
         if progress:
-            progress("rehearsing on public data", index + 1, diloco.rounds)
+            progress("rehearsing on public data", done, 2 * rounds)
+
+    quiet, first = rounds_in_process(task, config, plan, update, noisy=False, progress=tell)
+    try:
+        loud, _ = rounds_in_process(task, config, plan, update, noisy=True, progress=lambda done: tell(rounds + done))
+    except ContractViolation:  # the noise made a weight overflow
+        loud = None
+    noise = plan.noise_std * (plan.n * task.dimension) ** 0.5
+    pairs, mean_square = plan.n * (plan.n - 1), first.sum_of_squares / plan.n
     metric = task.rehearsal_metric
     return Rehearsal(
         metric=metric,
         start=task.evaluate(task.initial())[metric],
-        noiseless=task.evaluate(thetas["noiseless"])[metric],
-        noisy=task.evaluate(thetas["noisy"])[metric],
-        median_norm=float(np.median(norms)),
-        signal_to_noise=signal,
-        coherence=coherence,
+        noiseless=task.evaluate(quiet)[metric],
+        noisy=task.evaluate(loud)[metric] if loud is not None else float("inf"),
+        median_norm=float(np.median(first.norms)) if first.norms else 0.0,
+        signal_to_noise=first.sum_norm / noise if noise else float("inf"),
+        coherence=(first.sum_norm**2 - first.sum_of_squares) / pairs / mean_square if mean_square else 0.0,
         seconds=time.monotonic() - began,
-        update_seconds=update_seconds / (2 * diloco.rounds * plan.n),
+        update_seconds=update_seconds / (2 * rounds * plan.n),
     )

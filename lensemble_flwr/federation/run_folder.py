@@ -143,18 +143,12 @@ class RunFolder:
         path = self.path / "rounds.jsonl"
         if not path.is_file():
             return []
-        records = []
-        lines = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines):
-            if not line:
-                continue
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                if number == len(lines) - 1:
-                    break
-                raise ArtifactError(f"Line {number + 1} of {path} is damaged.") from error
-        return records
+        # What follows the last newline was torn by a crash (append_round cuts it off): it never took effect.
+        complete = path.read_bytes().split(b"\n")[:-1]
+        try:
+            return [json.loads(line) for line in complete]
+        except ValueError as error:
+            raise ArtifactError(f"A line of {path} is damaged: {error}.", "Restore it from a backup.") from error
 
     def append_round(self, record: dict[str, Any]) -> None:
         """Append one finished round (a torn line of an earlier crash is cut off first)."""
@@ -165,7 +159,7 @@ class RunFolder:
                 atomic_write(path, content[: content.rfind(b"\n") + 1], mode=0o644)
         append_fsync(path, (json.dumps(record, allow_nan=False) + "\n").encode())
 
-    def write_start(self, metrics: dict[str, float], headline: str) -> None:
+    def write_start(self, metrics: dict[str, float | None], headline: str) -> None:
         """Keep the evaluation of the model that the run starts from (``evaluation.json``)."""
         record = {"schema_version": SCHEMA_VERSION, "headline": headline, "start": metrics}
         atomic_write(self.path / "evaluation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)

@@ -137,6 +137,12 @@ class Site:
         except (OSError, ArtifactError):
             return None
 
+    def log_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> None:
+        """Keep a copy for the site's own audits; only the site's policy can ask for it, never a run."""
+        folder = self.folder / "released"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        atomic_write(folder / f"{federation_id.hex()}-{round_index}.q", encoded)
+
     def delete_release(self, federation_id: bytes, round_index: int) -> None:
         """Forget a cached update once its round is over."""
         self._release_path(federation_id, round_index).unlink(missing_ok=True)

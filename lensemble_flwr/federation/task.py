@@ -45,9 +45,9 @@ class Task(Protocol):
 
     layout: tuple[Slice, ...]
     headline: str
-    """The metric that says whether training helped; lower is better."""
+    """The metric that says whether training helped."""
     rehearsal_metric: str
-    """The metric that public rehearsals are judged by, on public data like that of the pseudo-participants."""
+    """The metric that public rehearsals are judged by, on public data like theirs; lower is better."""
 
     @property
     def base_hash(self) -> bytes:

@@ -84,18 +84,21 @@ class Encoder(nn.Module):
                 f"expected (B, {spec.channels}, {spec.image_size}, {spec.image_size}).",
                 "Resize the frames or change model.image_size.",
             )
-        if frames.dtype == torch.uint8:
-            scaled = frames.to(self.mean_image.dtype) / 255
-        elif frames.is_floating_point():
-            scaled = frames.to(self.mean_image.dtype)
-        else:
+        if frames.dtype != torch.uint8 and not frames.is_floating_point():
             raise ContractViolation(f"Frames have dtype {frames.dtype}.", "Use uint8, or floats in 0..1.")
-        return (scaled - self.mean_image) * spec.pixel_gain
+        gain = spec.pixel_gain / 255 if frames.dtype == torch.uint8 else spec.pixel_gain
+        return (frames.to(self.mean_image.dtype) * gain).sub_(self.mean_image * spec.pixel_gain)
+
+    def patches(self, frames: Tensor) -> Tensor:
+        """Pixels cut into patches, (B, patches, C * patch * patch)."""
+        spec = self.spec
+        side = spec.image_size // spec.patch
+        cut = self.pixels(frames).view(-1, spec.channels, side, spec.patch, side, spec.patch)
+        return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def projected(self, frames: Tensor) -> Tensor:
         """Hidden units of the projector before their normaliser, (B, projector_width)."""
-        pixels, patch = self.pixels(frames), self.spec.patch
-        tokens = self.patch_embed(functional.unfold(pixels, patch, stride=patch).transpose(1, 2))
+        tokens = self.patch_embed(self.patches(frames))
         tokens = torch.cat([self.cls.expand(len(tokens), -1, -1), tokens], dim=1) + self.position
         for block in self.blocks:
             tokens = block(tokens)

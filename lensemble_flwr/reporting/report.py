@@ -343,8 +343,8 @@ def _scrollable(table: Markup, label: str) -> Markup:
 
 
 def _unbroken(words: str) -> list[Child]:
-    """Keep 1e-5 and NON-PRIVATE on one line; a browser would break them after the hyphen."""
-    pieces = re.split(r"(\d[\d.]*e-\d+|NON-PRIVATE)", words)
+    """Keep 1e-5, 53 % and NON-PRIVATE on one line."""
+    pieces = re.split(r"(\d[\d.]*(?:e-\d+| %)|NON-PRIVATE)", words)
     return [el("span", piece, class_="nb") if i % 2 else piece for i, piece in enumerate(pieces)]
 
 

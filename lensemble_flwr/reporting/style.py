@@ -55,7 +55,8 @@ th:last-child, td:last-child { padding-right: 0; }
 thead th { color: var(--soft); font-size: 0.8125rem; font-weight: 600; vertical-align: bottom;
   border-bottom: 1.5px solid var(--ink); }
 tbody th { font-weight: 600; min-width: 3.5rem; }
-.num { text-align: right; white-space: nowrap; }
+.num { text-align: right; }
+td.num { white-space: nowrap; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible { outline: 2px solid var(--blue); outline-offset: 2px; }
 tr.mine th, tr.mine td { background: #eaf2f9; font-weight: 650; print-color-adjust: exact;
@@ -65,8 +66,8 @@ tr.mine td:last-child { font-weight: 400; }
 tr.burnt td, tr.burnt th { color: var(--red); }
 tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .rounds td:last-child { min-width: 9rem; overflow-wrap: anywhere; }
-.compare tbody th { min-width: 9.5rem; overflow-wrap: anywhere; }
-.compare td:last-child { min-width: 11rem; overflow-wrap: anywhere; }
+.compare tbody th { min-width: 8.5rem; overflow-wrap: anywhere; }
+.compare td:last-child { min-width: 10rem; overflow-wrap: anywhere; }
 .badge { display: inline-block; max-width: 100%; padding: 0.1rem 0.55rem; border: 1.5px solid; border-radius: 1rem;
   font-size: 0.875rem; font-weight: 650; line-height: 1.35; }
 .yes { color: var(--green); } .no { color: var(--red); } .meh { color: var(--soft); }
@@ -141,7 +142,8 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .claims td.view:not(:empty)::before { content: "view "; color: var(--soft); }
   .claims td.eps::before { content: attr(data-label) " "; color: var(--soft); }
   .scroll table { width: max-content; min-width: 100%; }
-  .rounds td:last-child, .compare tbody th { min-width: 9.5rem; overflow-wrap: anywhere; }
+  .scroll th { white-space: nowrap; }
+  .rounds td:last-child, .compare tbody th { min-width: 8.5rem; overflow-wrap: anywhere; }
 .compare td:last-child { max-width: 16rem; }
 }
 @media print {

@@ -28,7 +28,7 @@ def blobs(head: HeadSpec, episodes: int, seed: int, gravity: float = 0.0, frames
         place, speed = rng.uniform(0.3, 0.7, 2), rng.uniform(-0.03, 0.03, 2)
         path = [place.copy()]
         for push in force:
-            speed = speed + 0.015 * push + np.array([0, gravity])
+            speed = speed + 0.03 * push + np.array([0, gravity])
             place = np.clip(place + speed, 0.02, 0.98)
             path.append(place.copy())
         where = np.asarray(path)

@@ -25,7 +25,7 @@ def warm() -> WarmStart:
 def shifted(warm: WarmStart) -> dict[str, LatentTrajectories]:
     """Held-out episodes with gravity, as latents."""
     model = warm.build_model()
-    data = {"push": blobs(CONTINUOUS, 20, 11, 0.012), "choose": blobs(DISCRETE, 20, 12, 0.012)}
+    data = {"push": blobs(CONTINUOUS, 20, 11, 0.02), "choose": blobs(DISCRETE, 20, 12, 0.02)}
     return {body: encode_trajectories(model, episodes) for body, episodes in data.items()}
 
 

@@ -25,7 +25,7 @@ from lensemble_flwr.model import (
 from lensemble_flwr.model.inner import window_order
 from tests.model.blobs import CONTINUOUS, blobs
 
-GRAVITY = 0.012
+GRAVITY = 0.02
 ONE_STEP = ObjectiveSpec(rollout_weight=0, segment=3, lambda_sig=0)
 
 
@@ -159,13 +159,13 @@ def test_step_size_is_capped_where_it_would_diverge(warm, local) -> None:
 def test_adaptation_helps_on_held_out_episodes(warm, local, shifted) -> None:
     model, layout, theta, state = start(warm, "adapter")
     head = warm.head("push")
-    before = relative_error(model, head, shifted["push"], 1)
+    before = relative_error(model, head, shifted["push"], 5)
     inner_steps(
         *(model, layout, theta, local, state),
         **{"steps": 300, "spec": InnerSpec("sgd", lr=0.1, batch_size=0), "objective": Objective(ONE_STEP)},
         sketch_seed=0,
     )
-    assert relative_error(model, head, shifted["push"], 1) < 0.8 * before
+    assert relative_error(model, head, shifted["push"], 5) < 0.8 * before
 
 
 def test_every_window_is_seen_once_an_epoch() -> None:

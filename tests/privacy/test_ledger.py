@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -176,6 +177,23 @@ def test_the_head_may_lie_elsewhere(tmp_path: Path) -> None:
         assert ledger.rounds(FID) == (0,)
     with pytest.raises(LedgerError, match=r"head .* is missing"):
         PrivacyLedger.open(path)
+
+
+def test_files_may_be_links_to_other_disks(tmp_path: Path) -> None:
+    path, disk = start(tmp_path), tmp_path / "disk2"
+    disk.mkdir()
+    for name in ("ledger.jsonl", "ledger.head"):
+        (tmp_path / name).rename(disk / name)
+        (tmp_path / name).symlink_to(disk / name)
+    fill(path)
+    assert path.is_symlink()
+    assert path.with_suffix(".head").is_symlink()
+    assert verify(path).ok
+    disk.rename(tmp_path / "gone")
+    with pytest.raises(LedgerError, match="missing"):
+        PrivacyLedger.open(path)
+    with pytest.raises(LedgerError, match="exists already"):
+        PrivacyLedger.init(path, IDENTITY)
 
 
 def test_files_are_the_owners_alone_and_records_are_canonical(tmp_path: Path) -> None:
@@ -401,6 +419,42 @@ def test_two_processes_share_one_budget(tmp_path: Path) -> None:
         assert ledger.mu2("local") == rounds / 16
 
 
+def test_a_file_that_is_replaced_while_waiting_for_its_lock_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = start(tmp_path), fcntl.flock
+
+    def flock(handle: int, how: int) -> None:
+        real(handle, how)
+        monkeypatch.setattr(fcntl, "flock", real)
+        (tmp_path / "new").write_bytes(path.read_bytes())
+        os.replace(tmp_path / "new", path)  # a repair came first
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with PrivacyLedger.open(path) as ledger:
+        ledger.reserve(FID, 0, SIGMA_1, UNLIMITED)
+    assert PrivacyLedger.open(path, read_only=True).mu2("local") == 1.0
+
+
+def test_a_reader_meets_a_writer_between_the_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = start(tmp_path), ledger_module.read_bytes
+    with PrivacyLedger.open(path) as ledger:
+        rounds = iter(range(6))
+
+        def read_bytes(file: Path, what: str) -> bytes:
+            for _ in range(2):  # the log runs ahead of the head that was just read, three times in a row
+                index = next(rounds, None)
+                if index is not None:
+                    ledger.reserve(FID, index, SIGMA_1, UNLIMITED)
+            return real(file, what)
+
+        monkeypatch.setattr(ledger_module, "read_bytes", read_bytes)
+        assert PrivacyLedger.open(path, read_only=True).mu2("local") == 6.0
+        rounds = iter(range(6, 1000))
+        with pytest.raises(LedgerError, match="keeps changing"):
+            PrivacyLedger.open(path, read_only=True)
+
+
 def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
     path = start(tmp_path)
     with PrivacyLedger.open(path), pytest.raises(LedgerError, match="in use"):
@@ -480,9 +534,6 @@ def test_a_shortcut_knows_what_the_whole_ledger_knows(tmp_path: Path) -> None:
     path = start(tmp_path)
     with checkpoint_every(4):
         fill(path)
-        with PrivacyLedger.open(path) as ledger:  # text that looks like a checkpoint is none
-            ledger.event("note", {"kind": "checkpoint", "prefix_sha256": "0" * 64})
-            ledger.reserve(FID2, 1, SIGMA_2, UNLIMITED)
     head = path.with_suffix(".head")
     short, whole = (snapshot(path, head, shortcut) for shortcut in (True, False))
     assert short.head == whole.head
@@ -497,6 +548,15 @@ def test_a_shortcut_knows_what_the_whole_ledger_knows(tmp_path: Path) -> None:
         chains = [check_chain(data, head_then, path, shortcut) for shortcut in (True, False)]
         assert chains[0].first == end
         assert replay(chains[0], path) == replay(chains[1], path)
+
+
+def test_text_that_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
+    path = start(tmp_path)
+    with PrivacyLedger.open(path) as ledger:
+        ledger.reserve(FID, 0, SIGMA_1, UNLIMITED)
+        ledger.event("note", {"kind": "checkpoint"})
+        ledger.event("note", {"text": '"kind":"checkpoint"'})
+    assert PrivacyLedger.open(path, read_only=True).mu2("local") == 1.0
 
 
 # ---------------------------------------------------------------------- a model

@@ -266,6 +266,25 @@ def test_a_full_or_failing_disk_at_every_system_call(
     assert stop_at > 7 * 5
 
 
+@pytest.mark.usefixtures("no_fsync")
+def test_a_failed_sync_then_a_restart_then_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed fsync the bytes can be read though they are not on the disk: recovery must not trust them."""
+    path = start(tmp_path)
+    fill(path)
+    log, head = files(path)
+    for stop_at in range(1, 6):
+        put(path, log, head)
+        disk, promised = Disk(tmp_path, stop_at, errno.EIO, short=False), []
+        with watched(disk, monkeypatch):
+            with pytest.raises(LedgerError):
+                live(path, promised)
+            with PrivacyLedger.open(path) as ledger:
+                spent = ledger.mu2("local")
+        disk.power_cut()
+        with PrivacyLedger.open(path) as ledger:
+            assert ledger.mu2("local") == spent
+
+
 def test_after_a_failed_write_the_ledger_must_be_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = start(tmp_path)
     with PrivacyLedger.open(path) as ledger:

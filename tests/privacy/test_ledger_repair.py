@@ -18,6 +18,7 @@ from tests.privacy.ledger_helpers import (
     FID,
     IDENTITY,
     SIGMA_1,
+    SIGMA_2,
     UNLIMITED,
     checkpoint_every,
     files,
@@ -135,6 +136,21 @@ def test_an_old_copy_of_one_file_is_refused(filled: Path) -> None:
     assert "head is older" in assert_refused(filled).message
     put(filled, b"", new_head)
     assert_refused(filled)
+
+
+def test_a_record_of_another_history_after_the_head_is_refused(filled: Path) -> None:
+    """Right number, whole, but it follows another record than the last one here."""
+    log, head = files(filled)
+    with PrivacyLedger.open(filled) as ledger:
+        ledger.reserve(FID, 50, SIGMA_1, UNLIMITED)
+        size = filled.stat().st_size
+        ledger.forfeit(FID, 50, "x")
+    other = filled.read_bytes()[size:].splitlines(keepends=True)[0]
+    put(filled, log, head)
+    with PrivacyLedger.open(filled) as ledger:
+        ledger.reserve(FID, 50, SIGMA_2, UNLIMITED)
+    filled.write_bytes(filled.read_bytes() + other)
+    assert "does not belong there" in assert_refused(filled).message
 
 
 def test_a_missing_file_is_refused(filled: Path) -> None:
@@ -312,6 +328,13 @@ def test_repairs_at_every_cut_and_every_edited_line_never_forget(filled: Path) -
         with PrivacyLedger.open(filled, IDENTITY) as ledger:
             assert ledger.mu2("local") >= FILLED
             ledger.reserve(FID, 50, SIGMA_1, UNLIMITED)
+
+
+def test_a_line_that_stands_twice_does_not_stand_for_a_lost_one(filled: Path) -> None:
+    log, head = files(filled)
+    lines = log.splitlines(keepends=True)
+    put(filled, b"".join([*lines[:3], *lines[4:], lines[1], lines[5]]), head)
+    assert verify(filled).lost == 1
 
 
 def test_a_lost_log_needs_the_identity_and_a_lost_head_does_not(filled: Path) -> None:

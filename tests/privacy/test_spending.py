@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.spending import Budget, Charge, Spending
 
 multipliers = st.floats(1e-3, 1e6)
@@ -116,6 +117,15 @@ def test_a_calibrated_run_fits_to_its_last_round_and_not_one_more(eps: float, lo
     assert Spending().plus(local, t).within(Budget("local", eps, delta))
     assert Spending().plus(central, t).within(Budget("central", eps, delta))
     assert not Spending().plus(local, 2 * t).within(Budget("local", eps, delta))
+
+
+@given(st.lists(st.floats(0.3, 300), min_size=1, max_size=30), st.floats(1e-12, 1e-2))
+def test_the_accountant_says_the_same(multipliers: list[float], delta: float) -> None:
+    accountant, spent = build_accountant("prv"), Spending()
+    for own in multipliers:
+        accountant.step(noise_multiplier=own)
+        spent = spent.plus(Charge(own, 3, 1))
+    assert spent.epsilon("local", delta) == pytest.approx(accountant.spent(target_delta=delta), rel=1e-9, abs=1e-12)
 
 
 @given(st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(0.01, 100), st.floats(1e-12, 1e-2))

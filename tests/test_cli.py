@@ -1,0 +1,350 @@
+"""The command: what it prints, where it writes, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lensemble_flwr import cli, launch
+from lensemble_flwr.config import load_config, split_overrides
+from lensemble_flwr.errors import ConfigError, LaunchError, PrivacyBudgetExceeded
+from lensemble_flwr.launch import RunResult
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LENSEMBLE_DEBUG", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def federation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Replaces everything that `run` starts; returns the calls."""
+
+    def replace(
+        result: RunResult, lines: tuple[str, ...] = (), failure: Exception | None = None
+    ) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def run_federation(app: Path, overrides: str, **options: Any) -> RunResult:
+            calls.append({"app": app, "overrides": overrides, **options})
+            for line in lines:
+                options["on_line"](line)
+            options["on_tick"]()
+            if failure is not None:
+                raise failure
+            return result
+
+        monkeypatch.setattr(launch, "run_federation", run_federation)
+        monkeypatch.setattr(cli, "_print_preflight", lambda config: print("PREFLIGHT"))
+        monkeypatch.setattr(cli, "_print_report", lambda folder: print(f"REPORT {folder}"))
+        return calls
+
+    return replace
+
+
+DONE = RunResult("finished:completed", "", 0, 1)
+
+
+# ------------------------------------------------------------------------------------------------- without work
+
+
+def test_help_is_quick_and_names_only_what_is_there() -> None:
+    code = "import sys, lensemble_flwr.cli as c\ntry:\n c.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print('HEAVY', [m for m in ('torch', 'numpy', 'flwr', 'hydra') if m in sys.modules])"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert time.monotonic() - began < 3  # 0.06 s on an idle machine
+    assert "HEAVY []" in done.stdout
+    listed = [line.split()[0] for line in done.stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()]
+    assert listed == list(cli.COMMANDS) == ["run", "preflight", "report", "ledger"]
+
+
+@pytest.mark.parametrize("command", ["run", "preflight", "report", "ledger"])
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], [], ["run", "--unknown"], ["report"]])
+def test_bad_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ConfigError("It is wrong.", "Change it."), 2, "[CONFIG] It is wrong.\nChange it.\n"),
+        (PrivacyBudgetExceeded("Spent."), 3, "[BUDGET] Spent.\n"),
+        (LaunchError("No.", "Do."), 1, "[LAUNCH] No.\nDo.\n"),
+    ],
+)
+def test_known_errors(
+    error: Exception, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: object) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "run", (fail, ""))
+    assert cli.main(["run"]) == status
+    assert capsys.readouterr().err == told
+    monkeypatch.setenv("LENSEMBLE_DEBUG", "1")
+    assert cli.main(["run"]) == status
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_unexpected_error_goes_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: object) -> int:
+        raise KeyError("inner")
+
+    monkeypatch.setitem(cli.COMMANDS, "run", (fail, ""))
+    assert cli.main(["run"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+    file = Path(told.rsplit(" ", 1)[1].strip())
+    assert file.parent == tmp_path / "home" / "logs"
+    assert "KeyError: 'inner'" in file.read_text()
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "run", (fail, ""))
+    assert cli.main(["run"]) == 130
+
+
+def test_ledger_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lensemble_flwr.privacy import ledger_cli
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(ledger_cli, "ledger_command", lambda arguments: seen.append(arguments) or 7)
+    assert cli.main(["ledger", "show", "there"]) == 7
+    assert seen == [["show", "there"]]
+
+
+# ---------------------------------------------------------------------------------------------------------- run
+
+
+def test_run_composes_first_and_passes_an_absolute_folder(
+    federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = federation(DONE, ("plain", 'INFO : LENSEMBLE|{"event": "end"}'))
+    assert cli.main(["run", "experiment=linear", "--verbose", "output_dir=a b/c", "seed=3"]) == 0
+    folder = Path("a b/c").absolute()
+    (call,) = calls
+    config = load_config(split_overrides(call["overrides"]))
+    assert (config.experiment, config.seed, config.output_dir) == ("linear", 3, str(folder))
+    assert call["num_supernodes"] == config.federation.participants
+    assert (call["app"], call["resume"], call["superlink"]) == (ROOT, "", None)
+    assert (folder / "flower.log").read_text() == 'plain\nINFO : LENSEMBLE|{"event": "end"}\n'
+    out = capsys.readouterr().out
+    assert out.index("PREFLIGHT") < out.index(f"Output: {folder}") < out.index("plain")
+
+
+def test_default_folder_and_quiet_log(
+    federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation(DONE, ("chatter",))
+    assert cli.main(["run", "experiment=linear", "seed=5"]) == 0
+    (folder,) = (Path.cwd() / "outputs").iterdir()
+    assert folder.name.endswith("-linear-5")
+    assert "chatter" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (RunResult("finished:failed", "[BUDGET] Round 3 was refused.", 3, 1), "[BUDGET] Round 3 was refused."),
+        (RunResult("finished:failed", "[CONFIG] No.", 2, 1), "[CONFIG] No."),
+        (RunResult("finished:failed", "boom", 1, 1), "boom"),
+        (RunResult("interrupted", "Stopped by a signal.", 130, 1), "--resume"),
+    ],
+)
+def test_exit_status_is_the_runs(
+    result: RunResult,
+    told: str,
+    federation: Callable[..., list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    federation(result)
+    assert cli.main(["run", "experiment=linear"]) == result.exit_status
+    assert told in capsys.readouterr().err
+
+
+def test_report_is_written_when_a_round_was_finished(
+    federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    federation(RunResult("finished:failed", "[BUDGET] x", 3, 1))
+    Path("out").mkdir()
+    assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 3
+    assert "REPORT" not in capsys.readouterr().out
+    for file in ("federation.json", "rounds.jsonl"):
+        Path("out", file).write_text('{"overrides": ["experiment=linear"]}')
+    assert cli.main(["run", "--resume", "out"]) == 3
+    assert f"REPORT {Path('out').absolute()}" in capsys.readouterr().out
+
+
+def test_nothing_is_started_or_made_for_bad_input(
+    federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = federation(DONE)
+    Path("full").mkdir()
+    Path("full", "file").touch()
+    Path("file").touch()
+    for arguments, words in (
+        (["experiment=linear", "dilocoo.rounds=3"], "diloco"),
+        (["experiment=linear", "output_dir=full"], "not empty"),
+        (["experiment=linear", "output_dir=file/below"], "file/below"),
+        (["--resume", "full"], "no run"),
+        (["--resume", "absent"], "no run"),
+    ):
+        assert cli.main(["run", *arguments]) == 2
+        assert words in capsys.readouterr().err
+    assert calls == []
+    assert not Path("outputs").exists()
+
+
+def test_preflight_that_refuses_leaves_no_folder(
+    federation: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: object) -> None:
+        raise ConfigError("The noise will drown the update.")
+
+    calls = federation(DONE)
+    monkeypatch.setattr(cli, "_print_preflight", refuse)
+    assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 2
+    assert calls == []
+    assert not Path("out").exists()
+
+
+def test_resume_uses_the_runs_own_overrides(
+    federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = federation(DONE)
+    Path("out").mkdir()
+    overrides = ["experiment=linear", "seed=9", "federation.participants=5"]
+    Path("out", "federation.json").write_text(json.dumps({"overrides": overrides}))
+    assert cli.main(["run", "seed=1", "--resume", "out"]) == 2
+    assert "leave the overrides out" in capsys.readouterr().err
+    assert cli.main(["run", "--resume", "out", "--superlink", "lab"]) == 0
+    (call,) = calls
+    assert split_overrides(call["overrides"]) == overrides
+    assert (call["num_supernodes"], call["resume"], call["superlink"]) == (5, str(Path("out").absolute()), "lab")
+    Path("out", "federation.json").write_text("{")
+    assert cli.main(["run", "--resume", "out"]) == 1
+
+
+def test_failure_to_launch(federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
+    federation(DONE, failure=LaunchError("Flower's SuperLink ended at its start: x", "Do y."))
+    assert cli.main(["run", "experiment=linear"]) == 1
+    assert capsys.readouterr().err.startswith("[LAUNCH] Flower's SuperLink")
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "two words", "it's", "a=b,c", "back\\slash", "end\\", "a\\'b", "{x}", "ü", "(p) [q]", "$d"]
+)
+def test_folder_names_survive_the_override_grammar(name: str) -> None:
+    config = load_config([f"output_dir={cli._hydra('/x/' + name)}"])
+    assert config.output_dir == "/x/" + name
+
+
+# ------------------------------------------------------------------------------------------------------ display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ROUND = {
+    "event": "round",
+    "round": 0,
+    "outcome": "committed",
+    "participants": 4,
+    "roster": 5,
+    "epsilon_central": 1.23456,
+    "epsilon_local": None,
+    "bytes_up": 1_500_000,
+    "bytes_down": 500_000,
+    "seconds": 2.34,
+    "metrics": {"error_5": 0.123456},
+}
+
+
+def show(display: cli.Display, *events: dict[str, Any]) -> None:
+    for event in events:
+        display.line(f"INFO :      LENSEMBLE|{json.dumps(event)}")
+
+
+def test_one_row_a_round() -> None:
+    out, log = io.StringIO(), io.StringIO()
+    display = cli.Display(out, log, verbose=False)
+    show(
+        display,
+        {"event": "progress", "what": "generating data", "done": 1, "total": 9},
+        {"event": "progress", "what": "generating data", "done": 2, "total": 9},
+        {"event": "start", "metrics": {"error_5": 0.5}},
+        ROUND,
+        {**ROUND, "round": 1, "outcome": "burnt", "seconds": None, "bytes_up": None},
+        {"event": "never heard of"},
+    )
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["starting Flower ...", "generating data ..."]
+    head, start, first, second = (line.split() for line in lines[2:])
+    assert head[0] == "round"
+    assert start == ["start", "0.5"]
+    assert first == ["0", "committed", "4/5", "1.235", "-", "2.00", "2.3", "s", "0.1235"]
+    assert second == ["1", "burnt", "4/5", "1.235", "-", "-", "-", "0.1235"]
+    assert len({len(line) for line in lines[2:]}) == 1
+    assert log.getvalue().count("\n") == 6
+
+
+def test_terminal_shows_one_moving_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    now = [0.0]
+    out = Terminal()
+    display = cli.Display(out, io.StringIO(), verbose=False, clock=lambda: now[0])
+    show(display, {"event": "progress", "what": "generating data", "done": 1, "total": 9})
+    now[0] = 7.2
+    display.tick()
+    assert out.getvalue().endswith("\r\x1b[Kgenerating data, 1 of 9 ... 7 s")
+    show(display, ROUND)
+    display.close()
+    assert out.getvalue().endswith("\n")
+    assert "\r\x1b[Kround" in out.getvalue()
+
+
+# --------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "share"),
+    [("", "auto", 0.0), ("-1", "auto", 0.0), ("0", "cpu", 0.0), ("0", "cuda", 0.25), ("0,1", "auto", 0.5)],
+)
+def test_gpus_are_dealt(visible: str, device: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    config = load_config(["experiment=linear", f"inner.device={device}", "federation.participants=8"])
+    assert cli._gpu_share(config) == share

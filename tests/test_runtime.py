@@ -1,0 +1,267 @@
+"""Through Flower's own runtime: simulation SuperLink, ray actors, real messages, real kill -9.
+
+Faults are put in by staging a copy of the app with one more module in it; the code under test is unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lensemble_flwr.config import config_hash, join_overrides, load_config
+from lensemble_flwr.federation.checkpoint import load_checkpoint
+from lensemble_flwr.federation.outer import mean_of_sum, outer_step
+from lensemble_flwr.federation.policy import simulated_policy
+from lensemble_flwr.federation.site import Site
+from lensemble_flwr.launch import RunResult, run_federation
+from lensemble_flwr.privacy.mechanism import Release
+
+pytestmark = pytest.mark.runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CAPTURE = '''
+"""The real server app; every reply that reaches the coordinator is also written to a file."""
+import os, pickle
+from strategies.grid_transport import GridTransport
+_exchange = GridTransport.exchange
+def exchange(self, stage, requests, timeout):
+    replies = _exchange(self, stage, requests, timeout)
+    with open(os.environ["CAPTURE"], "ab") as file:
+        for node, reply in replies.items():
+            size = None if reply.vector is None else (reply.vector.dtype.str, reply.vector.shape)
+            pickle.dump((stage, node, len(reply.body), size, reply.refusal), file)
+    return replies
+GridTransport.exchange = exchange
+import lensemble_flwr.server_app
+app = lensemble_flwr.server_app.app
+'''
+
+KILL_SERVER = '''
+"""The real server app; kill -9 of its own process at one event of one round."""
+import os, signal
+import lensemble_flwr.server_app as real
+_emit = real.emit
+def emit(name, fields):
+    _emit(name, fields)
+    if name == os.environ["KILL_AT"] and fields.get("round") == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+real.emit = emit
+app = real.app
+'''
+
+KILL_CLIENT = '''
+"""The real client app; kill -9 of participant 1 between reserving and encoding, and of 2 before the keys, round 0."""
+import os, signal
+from pathlib import Path
+from lensemble_flwr.federation import participant
+_release, _open = participant.release_update, participant.SiteParticipant.open_round
+def once(self, name):
+    flag = Path(os.environ["CAPTURE"] + name)
+    if not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+def release_update(delta, opened, identity, simulation):
+    if opened.round == 0 and identity.hex() == os.environ["VICTIM"]:
+        once(None, "released")
+    return _release(delta, opened, identity, simulation)
+participant.release_update = release_update
+import lensemble_flwr.client_app
+app = lensemble_flwr.client_app.app
+'''
+
+
+def staged(tmp: Path, module: str, component: str) -> Path:
+    """A copy of the app whose server or client app is another module around the real one."""
+    app = tmp / "app"
+    app.mkdir()
+    for name in ("lensemble_flwr", "strategies", "clients", "conf"):
+        shutil.copytree(ROOT / name, app / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, app / name)
+    (app / "lensemble_flwr" / "staged.py").write_text(module)
+    text = (ROOT / "pyproject.toml").read_text()
+    real = f'{component} = "lensemble_flwr.{component.replace("app", "_app")}:app"'
+    assert real in text
+    (app / "pyproject.toml").write_text(text.replace(real, f'{component} = "lensemble_flwr.staged:app"'))
+    return app
+
+
+class Run:
+    """One output folder and its sites below ``tmp``."""
+
+    def __init__(self, tmp: Path, overrides: str = "") -> None:
+        self.tmp, self.out, self.sites = tmp, tmp / "run", tmp / "sites"
+        self.overrides = f"experiment=linear {overrides} output_dir={self.out} federation.sites_dir={self.sites}"
+        self.config = load_config(self.overrides)
+        self.lines: list[str] = []
+
+    def go(self, app: Path = ROOT, resume: bool = False, nodes: int | None = None) -> RunResult:
+        return run_federation(
+            app,
+            self.overrides,
+            num_supernodes=nodes or self.config.federation.participants,
+            resume=str(self.out) if resume else "",
+            on_line=self.lines.append,
+        )
+
+    def make_sites(self, **rules: Any) -> list[Site]:
+        """The simulated sites before the first run, with a policy of their own."""
+        policy = dataclasses.replace(simulated_policy(self.config), **rules)
+        count = self.config.federation.participants
+        return [Site.create(self.sites / f"site-{i:04d}", policy) for i in range(count)]
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "rounds.jsonl").read_text().splitlines()]
+
+    def ledgers(self) -> list[int]:
+        fid = bytes.fromhex(json.loads((self.out / "federation.json").read_text())["federation_id"])
+        counts = []
+        for folder in sorted(p for p in self.sites.iterdir() if p.is_dir()):
+            with Site(folder).ledger() as ledger:
+                counts.append(len(ledger.rounds(fid)))
+        return counts
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path / "home"))
+
+
+def test_a_whole_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is the outer step of what the sites logged; sites end with it; messages hold the list and no more."""
+    monkeypatch.setenv("CAPTURE", str(tmp_path / "capture"))
+    run = Run(tmp_path, "diloco.outer_momentum=0.5")
+    run.make_sites(log_releases=True)
+    result = run.go(staged(tmp_path, CAPTURE, "serverapp"))
+    assert (result.status, result.exit_status) == ("finished:completed", 0)
+    assert [r["outcome"] for r in run.rounds()] == ["committed"] * 3
+
+    manifest = json.loads((run.out / "manifest.json").read_text())
+    scale = manifest["plan"]["ring"]["scale_log2"]
+    assert manifest["status"] == "completed"
+    assert manifest["claim_grade"] is True
+    assert len(manifest["dataset_roots"]) == 4
+    assert manifest["config_hash"] == config_hash(run.config).hex()
+
+    theta, momentum = np.zeros(17, np.float32), np.zeros(17)
+    for index in range(3):
+        stored = [path.read_bytes() for path in run.sites.glob(f"*/released/*-{index}.q")]
+        releases = [Release.from_bytes(s, hashlib.sha256(s).digest()) for s in stored]
+        assert len(releases) == 4
+        assert all(r.claimable for r in releases)
+        theta, momentum = outer_step(theta, momentum, mean_of_sum(sum(r.q for r in releases), scale, 4), 1.0, 0.5)
+    final = load_checkpoint(run.out / "checkpoints/round-00003.safetensors")
+    committed = np.concatenate([final.parameters["weight"], final.parameters["bias"]])
+    assert committed.tobytes() == theta.tobytes()
+    models = [path.read_bytes() for path in run.sites.glob("*/models/*")]
+    assert models == [theta.astype("<f4").tobytes()] * 4
+
+    import pickle
+
+    sizes: dict[str, set[Any]] = {}
+    with open(tmp_path / "capture", "rb") as file:
+        while True:
+            try:
+                stage, _, body, vector, refusal = pickle.load(file)  # noqa: S301
+            except EOFError:
+                break
+            assert refusal is None
+            sizes.setdefault(stage, set()).add((body, vector))
+    assert all(len(kinds) == 1 for kinds in sizes.values())
+    assert {stage for stage, kinds in sizes.items() if any(v for _, v in kinds)} == {"train.masked_update"}
+
+
+def test_a_budget_of_two_rounds_and_a_second_run_over_the_same_sites(tmp_path: Path) -> None:
+    run = Run(tmp_path, "privacy=local privacy.noise_multiplier=1 diloco.rounds=4")
+    result = run.go()
+    assert result.exit_status == 3, result
+    assert "Round 2 was refused" in result.details
+    assert [r["outcome"] for r in run.rounds()] == ["committed"] * 2
+    assert run.ledgers() == [2] * 4
+    assert json.loads((run.out / "manifest.json").read_text())["status"] == "BUDGET"
+    assert len(list(run.sites.glob("*/models/*"))) == 4
+
+    again = Run(tmp_path, "privacy=local privacy.noise_multiplier=1 diloco.rounds=4")
+    again.out = tmp_path / "again"
+    again.overrides = again.overrides.replace(str(run.out), str(again.out))
+    assert again.go().exit_status == 3
+    assert not (again.out / "rounds.jsonl").exists()
+    assert again.ledgers() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("event", "outcomes"),
+    [("sum_stored", ["committed"] * 3), ("asked", ["committed", "burnt", "committed"])],
+)
+def test_kill_9_of_the_server_app_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, outcomes: list[str]
+) -> None:
+    monkeypatch.setenv("KILL_AT", event)
+    run = Run(tmp_path)
+    assert run.go(staged(tmp_path, KILL_SERVER, "serverapp")).exit_status == 1
+    assert len(run.rounds()) == 1
+    assert run.go(resume=True).exit_status == 0
+    assert [r["outcome"] for r in run.rounds()] == outcomes
+    assert run.ledgers() == [3] * 4
+
+
+def test_kill_9_of_a_participant_between_reserve_and_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, "diloco.rounds=2")
+    sites = run.make_sites()
+    monkeypatch.setenv("CAPTURE", str(tmp_path / "flag-"))
+    monkeypatch.setenv("VICTIM", sites[1].identity.hex())
+    assert run.go(staged(tmp_path, KILL_CLIENT, "clientapp")).exit_status == 0
+    first, second = run.rounds()
+    assert (first["outcome"], second["outcome"]) == ("committed", "committed")
+    assert first["participants"] in (2, 3)  # ray may lose a message that waited at the killed actor
+    assert second["participants"] == 4
+    assert run.ledgers()[1] == 2  # forfeited, and spent
+
+
+def test_flower_default_of_two_supernodes_is_told_in_one_line(tmp_path: Path) -> None:
+    result = Run(tmp_path).go(nodes=2)
+    assert result.exit_status == 1
+    assert "cannot hide from each other" in result.details
+    assert "num-supernodes=4" in result.details
+
+
+def test_plain_flwr_run_as_the_readme_says(tmp_path: Path) -> None:
+    """`flwr run .` with overrides and a number of SuperNodes, on Flower's own local SuperLink."""
+    flwr = Path(sys.executable).parent / "flwr"
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": "39391",
+        "FLWR_LOCAL_CONTROL_API_PORT": "39392",
+        "PATH": f"{flwr.parent}:{os.environ['PATH']}",
+    }
+    overrides = join_overrides(["experiment=linear", "diloco.rounds=1"])
+    nodes = ["--federation-config", "num-supernodes=4", "--stream"]
+    try:
+        subprocess.run(
+            [flwr, "run", ROOT, "--run-config", f"overrides='{overrides}'", *nodes],
+            env=environment,
+            cwd=tmp_path,
+            timeout=240,
+            check=True,
+            capture_output=True,
+        )
+        (out,) = (tmp_path / "home/outputs").iterdir()
+        assert len((out / "rounds.jsonl").read_text().splitlines()) == 1
+    finally:
+        subprocess.run(["pkill", "-f", str(tmp_path)], check=False)
+        subprocess.run(["pkill", "-f", "flower-superlink.*39391"], check=False)
