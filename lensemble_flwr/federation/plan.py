@@ -13,14 +13,10 @@ from lensemble_flwr.federation.records import Guarantee, RoundOpen
 from lensemble_flwr.federation.task import Task, sketch_seed
 from lensemble_flwr.privacy import gaussian
 from lensemble_flwr.privacy.accountant import build_accountant
-from lensemble_flwr.privacy.bounds import release_delta
+from lensemble_flwr.privacy.bounds import release_delta, ring_bound
 from lensemble_flwr.privacy.ledger import Charge
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
-
-TAIL = 10.0
-"""Ring coordinates hold C + TAIL * s: a noise value beyond has probability below 2e-23."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -120,8 +116,7 @@ def _ring_and_extra(
     config: Config, guarantee: Guarantee, sigma: float, n: int, dimension: int, m: int, k: int
 ) -> tuple[float, RingParams, float]:
     std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k)
-    bound = config.privacy.clip_norm + TAIL * std
-    ring = RingParams.for_range(config.secagg.ring_bits, n, bound, dimension)
+    ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(config.privacy.clip_norm, std), dimension)
     extra = release_delta(
         noise_std=std,
         clip_norm=config.privacy.clip_norm,

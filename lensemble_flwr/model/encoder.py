@@ -76,7 +76,10 @@ class Encoder(nn.Module):
             self.frame_proj.weight.copy_(torch.eye(spec.latent_dim))
 
     def pixels(self, frames: Tensor) -> Tensor:
-        """Frames as the transformer sees them: (B, C, H, W), uint8 or floats in 0..1, to centred, scaled floats."""
+        """Frames as the transformer sees them: (B, C, H, W), uint8 or floats in 0..1, to centred, scaled floats.
+
+        Frames may lie on another device than the model: landmarks stay on the CPU while a model trains on a GPU.
+        """
         spec = self.spec
         if frames.ndim != 4 or tuple(frames.shape[1:]) != (spec.channels, spec.image_size, spec.image_size):
             raise ContractViolation(
@@ -87,7 +90,7 @@ class Encoder(nn.Module):
         if frames.dtype != torch.uint8 and not frames.is_floating_point():
             raise ContractViolation(f"Frames have dtype {frames.dtype}.", "Use uint8, or floats in 0..1.")
         gain = spec.pixel_gain / 255 if frames.dtype == torch.uint8 else spec.pixel_gain
-        return (frames.to(self.mean_image.dtype) * gain).sub_(self.mean_image * spec.pixel_gain)
+        return (frames.to(self.mean_image) * gain).sub_(self.mean_image * spec.pixel_gain)
 
     def patches(self, frames: Tensor) -> Tensor:
         """Pixels cut into patches, (B, patches, C * patch * patch)."""
@@ -154,8 +157,7 @@ def fold_normaliser(encoder: Encoder, frames: Tensor) -> None:
     normaliser = encoder.normaliser
     if not isinstance(normaliser, nn.BatchNorm1d):
         return
-    device = encoder.mean_image.device
-    units = torch.cat([encoder.projected(part.to(device)).double() for part in frames.split(256)])
+    units = torch.cat([encoder.projected(part).double() for part in frames.split(256)])
     scale = normaliser.weight.double() * (units.var(dim=0, correction=0) + normaliser.eps).rsqrt()
     bias = (encoder.projector.bias.double() - units.mean(dim=0)) * scale + normaliser.bias.double()
     encoder.projector.weight.copy_(encoder.projector.weight.double() * scale[:, None])

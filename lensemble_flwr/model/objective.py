@@ -55,19 +55,21 @@ class Objective:
             actions: (B, L - 1, e) embeddings; ``actions[:, t]`` leads from frame t to t + 1.
 
         Returns:
-            Scalar. Both errors are means over batch, steps 2..L-1 and latent coordinates.
+            Scalar. Both errors are means over batch and latent coordinates, summed over the L - 2 predicted frames,
+            so that a longer window weighs its later steps as much as its first against SIGReg.
         """
         spec = self.spec
         if latents.ndim != 3 or latents.shape[1] < 3 or actions.shape[:2] != (len(latents), latents.shape[1] - 1):
             raise ContractViolation(f"Latents {tuple(latents.shape)} and actions {tuple(actions.shape)} do not match.")
+        steps = latents.shape[1] - 2
         target = latents[:, 2:].detach() if spec.target_stop_gradient else latents[:, 2:]
         loss = latents.new_zeros(())
         if spec.teacher_weight:
             forced = model.predict(latents[:, :-2], latents[:, 1:-1], actions[:, 1:])
-            loss = loss + spec.teacher_weight * (forced - target).square().mean()
+            loss = loss + spec.teacher_weight * steps * (forced - target).square().mean()
         if spec.rollout_weight:
             rolled = model.rollout(latents[:, 0], latents[:, 1], actions[:, 1:])
-            loss = loss + spec.rollout_weight * (rolled - target).square().mean()
+            loss = loss + spec.rollout_weight * steps * (rolled - target).square().mean()
         return loss
 
     def __call__(

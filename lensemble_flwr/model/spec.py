@@ -267,7 +267,7 @@ class WarmStartSpec:
 
     steps: int = 1200
     lr: float = 2e-3
-    weight_decay: float = 1e-4
+    weight_decay: float = 0.01
     segments: int = 24
     warmup: float = 0.15
     grad_clip: float = 1.0

@@ -33,6 +33,8 @@ from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, state_digest
 
 FORMAT = 1
+RECIPE = 2
+"""Raised when the same settings would train another model than before. Belongs into the name of a cached start."""
 
 
 @dataclass(frozen=True)
@@ -264,13 +266,12 @@ def train_warm_start(
             head.cpu()
         encoded = {body: encode_trajectories(model, public[body][1]) for body in names}
         fit_public_basis(model, heads, encoded, training.pca_floor)
-    plain_training = to_plain(training)
     return WarmStart(
         model_spec=spec,
         state=clone_state(model),
         bodies={body: public[body][0] for body in names},
         heads={body: clone_state(heads[body]) for body in names},
-        settings={"training": plain_training, "objective": to_plain(goal)},
+        settings={"recipe": RECIPE, "training": to_plain(training), "objective": to_plain(goal)},
         notes={"cpu_seconds": round(time.process_time() - began, 2), "threads": threads or torch.get_num_threads()},
     )
 

@@ -194,7 +194,7 @@ def test_an_update_made_in_another_frame_aligns_back(warm, local) -> None:
     from lensemble_flwr.gauge import conjugate
 
     goal = Objective(ObjectiveSpec(lambda_sig=0))
-    spec = InnerSpec("sgd", lr=0.01, batch_size=8)
+    spec = InnerSpec("sgd", lr=0.003, batch_size=8)
     args = {"steps": 5, "spec": spec, "objective": goal, "sketch_seed": 0}
     straight = inner_steps(model, layout, theta, local, state, **args)
     model.load_state_dict(conjugate(warm.state, names, q))

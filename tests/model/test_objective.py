@@ -21,9 +21,9 @@ def test_terms_add_up(batch) -> None:
     model, z, a = batch
     spec = ObjectiveSpec(lambda_pred=2.0, lambda_sig=0.5, lambda_anc=3.0)
     terms = Objective(spec, anchor=lambda encode: torch.tensor(4.0))(model, z, a, 1, 2)
-    assert float(terms.sigreg) == pytest.approx(float(sigreg(z.reshape(-1, 8), 1, 2, 64)))
-    assert float(terms.total) == pytest.approx(
-        2 * float(terms.prediction) + 0.5 * float(terms.sigreg) + 3 * 4.0, rel=1e-6
+    assert terms.sigreg.item() == pytest.approx(float(sigreg(z.reshape(-1, 8), 1, 2, 64)))
+    assert terms.total.item() == pytest.approx(
+        2 * terms.prediction.item() + 0.5 * terms.sigreg.item() + 3 * 4.0, rel=1e-6
     )
 
 
@@ -31,10 +31,10 @@ def test_prediction_is_teacher_forced_plus_rolled_out(batch) -> None:
     model, z, a = batch
     forced = torch.stack([model.predict(z[:, t - 1], z[:, t], a[:, t]) for t in (1, 2, 3)], dim=1)
     rolled = model.rollout(z[:, 0], z[:, 1], a[:, 1:])
-    expected = float((forced - z[:, 2:]).square().mean()), float((rolled - z[:, 2:]).square().mean())
+    expected = [(3 * (made - z[:, 2:]).square().mean()).item() for made in (forced, rolled)]
     for weights, value in (((1, 0), expected[0]), ((0, 1), expected[1]), ((1, 1), sum(expected))):
         spec = ObjectiveSpec(teacher_weight=weights[0], rollout_weight=weights[1])
-        assert float(Objective(spec).prediction(model, z, a)) == pytest.approx(value, rel=1e-5)
+        assert Objective(spec).prediction(model, z, a).item() == pytest.approx(value, rel=1e-5)
 
 
 def test_a_frozen_encoder_leaves_prediction_only(batch) -> None:

@@ -165,10 +165,10 @@ def test_would_exceed_is_fast():
     made = PRVAccountant()
     for i in range(100):
         made.step(noise_multiplier=1.0 + i / 7, count=3)
-    start = time.perf_counter()
+    start = time.process_time()
     for i in range(500):
         made.would_exceed(target_epsilon=30.0, target_delta=1e-5, noise_multiplier=1.0 + 1e-6 * i)
-    assert (time.perf_counter() - start) / 500 < 100e-6
+    assert (time.process_time() - start) / 500 < 100e-6
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -97,10 +97,10 @@ def test_mu_for_epsilon_zero():
 
 
 def test_fast():
-    start = time.perf_counter()
+    start = time.process_time()
     for i in range(500):
         gaussian.epsilon(3.0 + 1e-3 * i, 1e-5)
-    assert (time.perf_counter() - start) / 500 < 100e-6
+    assert (time.process_time() - start) / 500 < 100e-6
 
 
 def test_log_tail():
