@@ -122,15 +122,14 @@ def run_federation(
                 # Flower starts one ray worker for each core, however few participants there are.
                 federation += f" init-args-num-cpus={num_supernodes * client_cpus}"
             arguments += ["--federation-config", federation]
-            connection, local = _CONNECTION, _SuperLink(tools, space, environment, on_line)
+            connection, local = _CONNECTION, _SuperLink(tools, space, environment, signals, on_line)
         else:
             _check_connection(superlink)
             environment = _command_environment(tools)
             connection, local = superlink, None
         commands = _Commands(tools, environment, connection, space.children)
-        with local or contextlib.nullcontext():
-            run = _Run(commands, signals, space, local, on_line, on_tick, stop_grace_s)
-            return run.follow([str(staged), connection, *arguments])
+        run = _Run(commands, signals, space, local, on_line, on_tick, stop_grace_s)
+        return run.follow([str(staged), connection, *arguments])
 
 
 # ------------------------------------------------------------------------------------------------- the app
@@ -247,7 +246,7 @@ def _runtime_environment(tools: _Tools, folder: Path, mark: str) -> dict[str, st
         "FLWR_HOME": str(folder / "flwr"),
         # Otherwise Flower installs the app's dependencies anew, from the network, for every run.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
         "TMPDIR": str(folder / "t"),
         "RAY_TMPDIR": str(folder),
         "RAY_ADDRESS": "local",  # never join a cluster that happens to run here
@@ -256,6 +255,8 @@ def _runtime_environment(tools: _Tools, folder: Path, mark: str) -> dict[str, st
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
+    if environment.get("FLWR_LOG_LEVEL", "").upper() != "DEBUG":
+        own["FLWR_LOG_LEVEL"] = "INFO"  # the events are log lines of this level
     tuned = {
         "RAY_prestart_worker_first_driver": "0",  # these workers would be of no use: Flower's have another environment
         "RAY_enable_metrics_collection": "0",
@@ -411,29 +412,40 @@ class _SuperLink:
     """A private SuperLink with the simulation runtime, on a free port of the loopback interface."""
 
     def __init__(
-        self, tools: _Tools, space: _Workspace, environment: dict[str, str], on_line: Callable[[str], None]
+        self,
+        tools: _Tools,
+        space: _Workspace,
+        environment: dict[str, str],
+        signals: _Signals,
+        on_line: Callable[[str], None],
     ) -> None:
-        self._tools, self._space, self._environment, self._on_line = tools, space, environment, on_line
+        self._tools, self._space, self._environment = tools, space, environment
+        self._signals, self._on_line = signals, on_line
         self.log = space.path / "superlink.log"
         self.process: subprocess.Popen | None = None
 
-    def __enter__(self) -> _SuperLink:
+    def start(self) -> None:
+        """Start it and wait until it answers. Its end is the workspace's, with the rest of the family.
+
+        Raises:
+            LaunchError: it ends at once, or does not answer.
+        """
         for _ in range(3):  # the port was free when asked, and may be gone when used
             try:
                 port = _free_port()
-                self._start(port)
+                self._open(port)
             except OSError as error:
                 raise _os_error(error, "Flower's SuperLink cannot be started") from error
             if self._wait(port):
                 config = f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\n'
                 config += f'address = "127.0.0.1:{port}"\ninsecure = true\n'
                 (self._space.path / "flwr" / "config.toml").write_text(config, encoding="utf-8")
-                return self
+                return
             if "address already in use" not in self.tail(50).lower():
                 break
         raise LaunchError(f"Flower's SuperLink ended at its start: {self._last_words()}")
 
-    def _start(self, port: int) -> None:
+    def _open(self, port: int) -> None:
         command = [self._tools.superlink, "--insecure", "--simulation", "--isolation", "subprocess"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         with open(self.log, "ab") as log:
@@ -451,6 +463,8 @@ class _SuperLink:
         assert self.process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
+            if self._signals.count:
+                raise _Interrupted
             if self.process.poll() is not None:
                 return False
             # The log line tells that it is this SuperLink that has the port, not somebody else who was faster.
@@ -481,9 +495,6 @@ class _SuperLink:
             f"Flower's SuperLink died (exit status {self.process.returncode}): {self._last_words()}",
             "If the machine ran out of memory, use a smaller model or fewer cores; continue with --resume.",
         )
-
-    def __exit__(self, *unused: object) -> None:
-        return  # its end is the workspace's, with the rest of the family
 
 
 def _free_port() -> int:
@@ -595,6 +606,8 @@ class _Run:
 
     def follow(self, arguments: list[str]) -> RunResult:
         try:
+            if self._local is not None:
+                self._local.start()
             submission = self._commands.stream("run", *arguments)
             for line in self._lines(submission):
                 self._pass_on(line)

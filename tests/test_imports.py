@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module may import from its own layer's package and from lower layers.
 LAYERS = [
     {"lensemble_flwr.errors"},
-    {"lensemble_flwr.config", "lensemble_flwr.durable"},
+    {"lensemble_flwr.config", "lensemble_flwr.durable", "lensemble_flwr.processes"},
     {"lensemble_flwr.home"},
     {
         "lensemble_flwr.model",
@@ -27,7 +27,7 @@ LAYERS = [
     {"clients"},
     {"strategies"},
     {"lensemble_flwr.server_app", "lensemble_flwr.client_app", "lensemble_flwr.reporting"},
-    {"lensemble_flwr.processes", "lensemble_flwr.launch", "lensemble_flwr.preflight"},
+    {"lensemble_flwr.launch", "lensemble_flwr.preflight"},
     {"lensemble_flwr.cli"},
 ]
 FLOWER_RIM = {"lensemble_flwr/server_app.py", "lensemble_flwr/client_app.py", "lensemble_flwr/launch.py"}

@@ -275,6 +275,7 @@ def test_environment_is_private_and_passes_the_rest(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LENSEMBLE_HOME", "/home/of/lensemble")
     monkeypatch.setenv("RAY_enable_metrics_collection", "1")
     monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("FLWR_LOG_LEVEL", "ERROR")
     tools = launch._Tools("/venv/bin:/bin", "", "")
     environment = launch._runtime_environment(tools, tmp_path, "m" * 32)
     assert environment["RAY_ADDRESS"] == "local"
@@ -284,6 +285,7 @@ def test_environment_is_private_and_passes_the_rest(tmp_path: Path, monkeypatch:
     assert environment["RAY_enable_metrics_collection"] == "1"
     assert environment["no_proxy"] == "example.org,127.0.0.1,localhost"
     assert environment["PATH"] == "/venv/bin:/bin"
+    assert environment["FLWR_LOG_LEVEL"] == "INFO"
     assert "RAY_AUTH_TOKEN_PATH" not in environment
     assert "FLWR_LOCAL_CONTROL_API_PORT" not in environment
     other = launch._runtime_environment(tools, tmp_path, "m" * 32)

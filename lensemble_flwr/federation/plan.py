@@ -18,6 +18,7 @@ from lensemble_flwr.privacy.ledger import Charge
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
 
+
 @dataclass(frozen=True)
 class Plan:
     """The public numbers of every round of one federation with a roster of ``n``."""

@@ -81,8 +81,8 @@ def rounds_in_process(
 ) -> tuple[np.ndarray, FirstRound]:
     """All rounds in this process on plain sums: local steps, clip, noise, ring and outer step as in a real run.
 
-    Without ``noisy`` the updates are clipped only. No masks, no ledger, nothing is released: for rehearsals on public
-    data and for experiments on generated data.
+    Without ``noisy`` the updates are clipped only, and with privacy off not even that. No masks, no ledger, nothing is
+    released: for rehearsals on public data and for experiments on generated data.
 
     Returns:
         (final theta, facts about the first round's clipped updates).
@@ -105,7 +105,7 @@ def rounds_in_process(
                 continue
             wide = delta.astype(np.float64)
             norm = float(np.linalg.norm(wide))
-            clipped = wide * min(1.0, plan.clip_norm / norm) if norm else wide
+            clipped = wide * min(1.0, plan.clip_norm / norm) if norm and config.privacy.enabled else wide
             clipped_sum += clipped
             if index == 0:
                 first.norms.append(norm)

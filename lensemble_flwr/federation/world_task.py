@@ -33,7 +33,7 @@ from lensemble_flwr.model.objective import Objective
 from lensemble_flwr.model.sigreg import sketch_hash
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, to_plain
 from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
-from lensemble_flwr.model.warmstart import WarmStart, load_warm_start, save_warm_start, train_warm_start
+from lensemble_flwr.model.warmstart import RECIPE, WarmStart, load_warm_start, save_warm_start, train_warm_start
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, frame_surface
 
 _XY = (0, 1)
@@ -99,6 +99,7 @@ class WorldTask:
         # A relative error lives in the model's own latent space: with a moving encoder only the state probe compares.
         self.headline = "state_probe_r2" if self._frame_moves else "r5"
         self._shares: dict[int, tuple[str, Trajectories | LatentTrajectories]] = {}
+        self._encoded: dict[int, LatentTrajectories] = {}
 
     # ------------------------------------------------------------------ public constants
 
@@ -119,6 +120,7 @@ class WorldTask:
             seed=spec.seed,
         )
         parts = [
+            RECIPE,
             public.key(),
             to_plain(self.model_spec),
             to_plain(self.warm_spec),
@@ -192,12 +194,19 @@ class WorldTask:
         episodes, _ = without(self.data.participant(partition), self.probe.episode_hashes)
         return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
 
+    def training_data(self, partition: int) -> Trajectories | LatentTrajectories:
+        """What a participant trains on: its frames, or, when the encoder is frozen, their latents (encoded once)."""
+        if self._frame_moves:
+            return self.local_data(partition)
+        if partition not in self._encoded:
+            self._encoded[partition] = encode_trajectories(self._model, self.local_data(partition))
+        return self._encoded[partition]
+
     def local_update(
         self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
     ) -> LocalResult:
         kept = self._inner_state(partition, state)
-        frames = self.local_data(partition)
-        data = frames if self._frame_moves else encode_trajectories(self._model, frames)
+        data = self.training_data(partition)
         model = self.warm.build_model() if self._frame_moves else self._model
         result = inner_steps(
             model,
@@ -281,11 +290,14 @@ class WorldTask:
 
     # ------------------------------------------------------------------ evaluation on public data
 
-    def evaluate(self, theta: np.ndarray) -> dict[str, float]:
+    def evaluate(self, theta: np.ndarray, body: str | None = None) -> dict[str, float]:
+        """Metrics on held-out episodes of one body; None: the mean over all bodies."""
         model = self.warm.build_model()
         self._layout.write(model, theta)
-        shifted = self._held_out("shifted", model)
-        nominal = self._held_out("nominal", model)
+        shifted, nominal = (
+            {name: latents for name, latents in self._held_out(split, model).items() if body in (None, name)}
+            for split in ("shifted", "nominal")
+        )
         scores = evaluate(model, self._public_heads, shifted)
         metrics = {
             "r5": scores.r5,

@@ -96,7 +96,7 @@ class Encoder(nn.Module):
         """Pixels cut into patches, (B, patches, C * patch * patch)."""
         spec = self.spec
         side = spec.image_size // spec.patch
-        cut = self.pixels(frames).view(-1, spec.channels, side, spec.patch, side, spec.patch)
+        cut = self.pixels(frames).reshape(-1, spec.channels, side, spec.patch, side, spec.patch)
         return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def projected(self, frames: Tensor) -> Tensor:

@@ -151,6 +151,65 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert federation.ledger_rounds() == [3] * 4
 
 
+def test_reveals_of_two_subsets_are_impossible_even_if_the_coordinator_forgets_that_it_asked(tmp_path: Path) -> None:
+    """Two of four answered, the coordinator deletes its mark and tries again: the two that answered refuse for ever."""
+    federation = Federation(tmp_path, "diloco.rounds=2")
+    answered: list[int] = []
+
+    def after(at: str, node: int, reply: Any) -> Any:
+        if at == Stage.UNMASK and not federation.rounds():
+            answered.append(node)
+            if len(answered) == 2:
+                raise Killed
+        return reply
+
+    federation.transport.after = after
+    with pytest.raises(Killed):
+        federation.start()
+    (tmp_path / "run/state/round-00000/asked").unlink()
+    federation.transport.log.clear()
+    federation.transport.after = lambda at, node, reply: reply
+    with pytest.raises(SecureAggregationError, match="3 attempts"):
+        federation.resume()
+    revealed = {n for s, n, _, r in federation.transport.log if s == Stage.UNMASK and r is not None and not r.refusal}
+    assert not revealed
+    refused = {n for s, n, _, r in federation.transport.log if s == Stage.OPEN and r is not None and r.refusal}
+    assert refused == set(answered)
+
+
+def test_a_full_disk_at_the_checkpoint_commits_nothing_and_the_run_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lensemble_flwr.errors import ArtifactError
+    from lensemble_flwr.federation.run_folder import RunFolder
+
+    federation = Federation(tmp_path, "diloco.rounds=2")
+    save = RunFolder.save_checkpoint
+
+    def full(self: RunFolder, checkpoint: Any) -> bytes:
+        if checkpoint.round == 1:
+            raise ArtifactError("Cannot write: No space left on device.", "Free space.")
+        return save(self, checkpoint)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full)
+    with pytest.raises(ArtifactError, match="space"):
+        federation.start()
+    assert federation.rounds() == []
+    monkeypatch.setattr(RunFolder, "save_checkpoint", save)
+    federation.resume()
+    assert [r["outcome"] for r in federation.rounds()] == ["committed"] * 2
+    assert federation.rounds()[0]["replayed"] is True
+    assert federation.ledger_rounds() == [2] * 4
+
+
+def test_an_unwritable_output_folder(tmp_path: Path) -> None:
+    from lensemble_flwr.errors import ArtifactError
+
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ArtifactError, match="output folder"):
+        Federation(tmp_path).start()
+
+
 # ---------------------------------------------------------------- a participant dies
 
 

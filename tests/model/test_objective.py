@@ -72,7 +72,7 @@ def test_prediction_does_not_see_the_frame(batch) -> None:
         state[name] = state[name] @ q
     other.load_state_dict(state)
     loss = Objective(ObjectiveSpec())
-    assert float(loss.prediction(other, z @ q, a)) == pytest.approx(float(loss.prediction(model, z, a)), rel=1e-5)
+    assert loss.prediction(other, z @ q, a).item() == pytest.approx(loss.prediction(model, z, a).item(), rel=1e-5)
 
 
 def test_refusals(batch) -> None:

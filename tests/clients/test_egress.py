@@ -1,0 +1,104 @@
+"""The one door: whatever a handler does, only a listed reply or a refusal code leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from clients.egress import ARRAYS, FIELDS, egress
+from clients.participant import Participant
+from lensemble_flwr.errors import (
+    ContractViolation,
+    LedgerError,
+    PolicyViolation,
+    PrivacyBudgetExceeded,
+    SecureAggregationError,
+)
+from lensemble_flwr.federation.wire import BODY, REFUSAL, Expected, Outgoing, Refusal, Stage, refused
+
+pytestmark = pytest.mark.usefixtures("flower_task")
+CONTEXT = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+
+
+def message(stage: str = Stage.JOIN) -> Message:
+    return Message(RecordDict({FIELDS: ConfigRecord({BODY: b""})}), dst_node_id=2, message_type=stage)
+
+
+def leaves(handler: Any, stage: str = Stage.JOIN) -> RecordDict:
+    return egress(message(stage), CONTEXT, handler).content
+
+
+def code(content: RecordDict) -> Refusal:
+    assert list(content) == [FIELDS]
+    assert list(content.config_records[FIELDS]) == [REFUSAL]
+    value = content.config_records[FIELDS][REFUSAL]
+    assert isinstance(value, int)
+    return Refusal(value)
+
+
+def test_a_listed_reply_leaves_as_it_is() -> None:
+    vector = np.arange(5, dtype=np.uint8)
+    content = leaves(lambda m, c: (Outgoing(b"x" * 32, vector), Expected(32, 5, "|u1")), Stage.TRAIN)
+    assert content.config_records[FIELDS] == {BODY: b"x" * 32}
+    np.testing.assert_array_equal(content.array_records[ARRAYS]["vector"].numpy(), vector)
+
+
+@pytest.mark.parametrize(
+    "handled",
+    [
+        None,
+        b"raw frames",
+        (Outgoing(b"xx"), Expected(3)),
+        (Outgoing("text"), Expected(4)),  # type: ignore[arg-type]
+        (Outgoing(bytearray(b"xxx")), Expected(3)),  # type: ignore[arg-type]
+        (Outgoing(b"xxx", np.zeros(5)), Expected(3)),
+        (Outgoing(b"xxx", np.zeros(5, np.float32)), Expected(3, 5, "|u1")),
+        (Outgoing(b"xxx", np.zeros(6, np.uint8)), Expected(3, 5, "|u1")),
+        (Outgoing(b"xxx", np.zeros((5, 1), np.uint8)), Expected(3, 5, "|u1")),
+        (Outgoing(b"xxx", [1, 2, 3, 4, 5]), Expected(3, 5, "|u1")),  # type: ignore[arg-type]
+        (Outgoing(b"xxx"), Expected(3, 5, "|u1")),
+        ({"loss": 0.5}, Expected(3)),
+    ],
+)
+def test_anything_else_becomes_a_refusal(handled: Any) -> None:
+    assert code(leaves(lambda m, c: handled)) == Refusal.PROTOCOL
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PrivacyBudgetExceeded("secret 17"), Refusal.BUDGET),
+        (LedgerError("secret 17"), Refusal.LEDGER),
+        (PolicyViolation("secret 17"), Refusal.POLICY),
+        (SecureAggregationError("secret 17", cause="bad_signature"), Refusal.PROTOCOL),
+        (refused("secret 17", Refusal.STALE), Refusal.STALE),
+        (ContractViolation("secret 17"), Refusal.PROTOCOL),
+        (ValueError("secret 17"), Refusal.PROTOCOL),
+        (MemoryError("secret 17"), Refusal.PROTOCOL),
+        (KeyError("secret 17"), Refusal.PROTOCOL),
+    ],
+)
+def test_an_error_leaves_as_its_code_and_its_text_stays(
+    error: Exception, expected: Refusal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(m: Message, c: Context) -> None:
+        raise error
+
+    content = leaves(fail)
+    assert code(content) == expected
+    assert b"secret" not in content.deflate()
+    assert "secret" not in "".join(capfd.readouterr())
+
+
+def test_a_numpy_client_that_gives_nothing_away() -> None:
+    client = Participant(None)  # type: ignore[arg-type]
+    for ask in (client.get_parameters, client.get_properties):
+        with pytest.raises(ContractViolation):
+            ask({})
+    with pytest.raises(ContractViolation):
+        client.evaluate([], {})
+    with pytest.raises(ContractViolation):
+        client.fit([], {})

@@ -1,0 +1,13 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def flower_task() -> None:
+    """Flower builds messages only inside a task; tests of the rim pretend to be one."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1

@@ -1,0 +1,103 @@
+"""The release path between a local update and the ring: variance, order, and who may seed it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from lensemble_flwr.config import load_config
+from lensemble_flwr.errors import ConfigError, ContractViolation
+from lensemble_flwr.federation.linear_task import LinearTask
+from lensemble_flwr.federation.plan import epsilon_after, make_plan, opened_charge, round_open
+from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.federation.release import release_update
+from lensemble_flwr.privacy import gaussian
+
+D = 20_000
+
+
+def opened(overrides: str, n: int = 6) -> RoundOpen:
+    sizes = f"federation.participants={n} federation.min_participants={n} secagg.min_survivors={n - 1}"
+    config = load_config(f"experiment=linear {sizes} {overrides}")
+    plan = make_plan(config, n, D)
+    roster = tuple(i.to_bytes(32, "big") for i in range(1, n + 1))
+    record = round_open(config, LinearTask(config), plan, bytes(32), 0, bytes(32), roster)
+    return dataclasses.replace(record, dimension=D)
+
+
+@pytest.mark.parametrize("guarantee", ["local", "central"])
+def test_variance_of_the_summed_noise(guarantee: str) -> None:
+    """n sigma^2 C^2 with a local guarantee, n / (m - k) sigma^2 C^2 with a central one (6 standard errors)."""
+    record = opened(f"privacy.guarantee={guarantee} privacy.noise_multiplier=2 privacy.clip_norm=0.5")
+    total = sum(release_update(None, record, identity, False).q for identity in record.roster)
+    values = np.ldexp(np.asarray(total, np.float64), -record.scale_log2)
+    sigma2 = (2 * 0.5) ** 2
+    expected = 6 * sigma2 if guarantee == "local" else 6 * sigma2 / (5 - 1)
+    assert abs(values.var() / expected - 1) < 6 * math.sqrt(2 / D)
+    assert abs(values.mean()) < 6 * math.sqrt(expected / D)
+    assert record.noise_std == pytest.approx(math.sqrt(expected / 6))
+
+
+def test_the_update_is_in_the_release_clipped() -> None:
+    record = opened("privacy.noise_multiplier=0.5 privacy.guarantee=local")
+    delta = np.zeros(D, np.float32)
+    delta[0] = 1e6
+    q = release_update(delta, record, record.roster[0], False).q
+    first = math.ldexp(float(q[0]), -record.scale_log2)
+    assert abs(first - record.clip_norm) < 8 * record.noise_std
+
+
+def test_noise_is_fresh_each_time_and_never_from_the_run_seed() -> None:
+    record = opened("seed=7")
+    one, two = (release_update(None, record, record.roster[0], True).q for _ in range(2))
+    assert not np.array_equal(one, two)
+
+
+def test_replay_is_the_same_each_time_differs_by_participant_and_round_and_needs_a_simulation() -> None:
+    record = opened("privacy.entropy=replay")
+    one, again = (release_update(None, record, record.roster[0], True) for _ in range(2))
+    np.testing.assert_array_equal(one.q, again.q)
+    assert not one.claimable
+    other = release_update(None, record, record.roster[1], True).q
+    later = release_update(None, dataclasses.replace(record, round=1), record.roster[0], True).q
+    assert not np.array_equal(one.q, other)
+    assert not np.array_equal(one.q, later)
+    with pytest.raises(ContractViolation, match="simulation"):
+        release_update(None, record, record.roster[0], False)
+
+
+def test_without_privacy_nothing_is_clipped_or_noised_and_too_large_is_an_error() -> None:
+    record = opened("privacy=disabled secagg.range=4")
+    delta = np.linspace(-3.9, 3.9, D).astype(np.float32)
+    q = release_update(delta, record, record.roster[0], False).q
+    np.testing.assert_allclose(np.ldexp(q.astype(float), -record.scale_log2), delta, atol=2.0**-record.scale_log2)
+    with pytest.raises(ContractViolation):
+        release_update(None, record, record.roster[0], False)
+    delta[0] = 1e9
+    with pytest.raises(ConfigError, match="range"):
+        release_update(delta, record, record.roster[0], False)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_plan_meets_its_target_exactly(rounds: int) -> None:
+    record = opened(f"diloco.rounds={rounds}")
+    assert epsilon_after(record, rounds) <= 8.0
+    assert epsilon_after(record, rounds) > 8.0 * (1 - 1e-5)
+    assert epsilon_after(record, rounds + 1) > 8.0
+    cost = opened_charge(record)
+    direct = gaussian.epsilon(math.sqrt(rounds * record.clip_norm**2 / record.noise_std**2 / 4), 1e-5)
+    assert epsilon_after(record, rounds) == pytest.approx(direct, rel=1e-6)
+    assert cost.delta_extra < 1e-40
+
+
+def test_a_ring_that_is_too_coarse_for_the_central_claim_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ring"):
+        opened("secagg.ring_bits=16 privacy.noise_multiplier=0.05 privacy.clip_norm=1", n=100)
+
+
+def test_a_target_that_cannot_be_met_says_what_would() -> None:
+    with pytest.raises(ConfigError):
+        opened("privacy.target_epsilon=1e-9 privacy.target_delta=1e-300 diloco.rounds=1000000")

@@ -1,0 +1,129 @@
+"""Replies are matched by the message they answer; what is not exactly a reply is a dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+
+from clients.egress import ARRAYS, FIELDS
+from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
+from strategies import SecureDiLoCo
+from strategies.grid_transport import GridTransport, parse_reply, read_vector
+
+pytestmark = pytest.mark.usefixtures("flower_task")
+
+
+class FakeGrid:
+    """Answers each message by a function; message ids as Flower gives them."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.sent: list[Message] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [3, 1, 2]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = []
+        for number, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"m{number}"
+            self.sent.append(message)
+            reply = self.answer(message)
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+
+def body_reply(message: Message, body: Any = b"ok") -> Message:
+    return Message(RecordDict({FIELDS: ConfigRecord({BODY: body})}), reply_to=message)
+
+
+def test_an_error_reply_of_a_lost_node_is_nobodys_reply() -> None:
+    """Flower sends it with the SuperLink's id as its source."""
+
+    def answer(message: Message) -> Message | None:
+        if message.metadata.dst_node_id == 1:
+            reply = Message(Error(5, "node unavailable: secret"), reply_to=message)
+            reply.metadata.__dict__["_src_node_id"] = 1
+            return reply
+        return body_reply(message) if message.metadata.dst_node_id == 2 else None
+
+    transport = GridTransport(FakeGrid(answer))  # type: ignore[arg-type]
+    assert transport.nodes() == [1, 2, 3]
+    replies = transport.exchange(Stage.OPEN, {n: {BODY: b"x"} for n in (1, 2, 3)}, timeout=7.0)
+    assert {n: r.body for n, r in replies.items()} == {2: b"ok"}
+
+
+def test_messages_die_with_the_timeout_and_theta_is_serialised_once() -> None:
+    grid = FakeGrid(body_reply)
+    theta = np.ones(4, np.float32)
+    GridTransport(grid).exchange(Stage.TRAIN, {n: {VECTOR: theta, "envelopes": b"e"} for n in (1, 2)}, timeout=7.0)  # type: ignore[arg-type]
+    assert {m.metadata.ttl for m in grid.sent} == {7.0}
+    records = [m.content.array_records[ARRAYS] for m in grid.sent]
+    assert records[0] is records[1]
+
+
+def test_nothing_to_send_asks_nobody() -> None:
+    assert GridTransport(FakeGrid(None)).exchange(Stage.OPEN, {}, 1.0) == {}  # type: ignore[arg-type]
+
+
+def test_a_fake_grid_is_no_simulation() -> None:
+    assert GridTransport(FakeGrid(None)).simulation is False  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {BODY: "text"}, {BODY: 3}, {REFUSAL: 99}, {REFUSAL: "BUDGET"}, {REFUSAL: 0}],
+)
+def test_what_is_no_reply(fields: dict[str, Any]) -> None:
+    assert parse_reply(RecordDict({FIELDS: ConfigRecord(fields)})) is None
+    assert parse_reply(RecordDict()) is None
+
+
+def test_a_refusal() -> None:
+    reply = parse_reply(RecordDict({FIELDS: ConfigRecord({REFUSAL: int(Refusal.BUDGET)})}))
+    assert reply is not None
+    assert reply.refusal == Refusal.BUDGET
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((2, 2), np.uint8),
+        np.zeros(3, np.float64),
+        np.zeros(3, np.int64),
+        np.array(["a"]),
+    ],
+)
+def test_a_vector_of_another_kind_is_none(array: np.ndarray) -> None:
+    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(array)})})) is None
+
+
+def test_a_vector_over_the_size_is_refused_before_it_is_parsed() -> None:
+    content = RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(np.zeros(10_000, np.uint8))})})
+    assert read_vector(content, max_bytes=100) is None
+    assert read_vector(content) is not None
+
+
+def test_damaged_array_bytes() -> None:
+    array = Array(np.zeros(100, np.uint8))
+    damaged = Array(dtype="uint8", shape=(100,), stype=array.stype, data=array.data[:50])
+    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: damaged})})) is None
+
+
+def test_the_strategy_has_no_other_way_in() -> None:
+    from lensemble_flwr.errors import ContractViolation
+
+    strategy = SecureDiLoCo(None, None, None)  # type: ignore[arg-type]
+    for call in (
+        lambda: strategy.configure_train(1, None, None, None),  # type: ignore[arg-type]
+        lambda: strategy.aggregate_train(1, []),
+        lambda: strategy.configure_evaluate(1, None, None, None),  # type: ignore[arg-type]
+        lambda: strategy.aggregate_evaluate(1, []),
+    ):
+        with pytest.raises(ContractViolation):
+            call()
