@@ -13,7 +13,8 @@ from lensemble_flwr.federation.claim_inputs import claims_of
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
 from lensemble_flwr.federation.records import Guarantee
 from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
-from lensemble_flwr.federation.task import Progress, Task, build_task
+from lensemble_flwr.federation.task import Progress, Task
+from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.privacy.claims import Claim, claim_grade, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.privacy.preflight import REFUSE, WARN, fewest_participants, largest_dimension

@@ -22,7 +22,7 @@ from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import RunManifest, new_manifest
 from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.run_folder import RunFolder
-from lensemble_flwr.federation.task import build_task
+from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.home import output_folder, sites_folder
 from strategies import SecureDiLoCo
 from strategies.grid_transport import GridTransport

@@ -12,9 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from lensemble_flwr.config import Config
-from lensemble_flwr.errors import ConfigError
-
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long is prepared."""
 
@@ -41,7 +38,7 @@ class LocalResult:
 
 
 class Task(Protocol):
-    """One kind of model on one kind of data, built from a :class:`Config`; the same at every party."""
+    """One kind of model on one kind of data, built from a Config (:mod:`.tasks`); the same at every party."""
 
     layout: tuple[Slice, ...]
     headline: str
@@ -113,20 +110,3 @@ def sketch_seed(federation_id: bytes, round_index: int) -> int:
     """s_t: the round's public seed of sketch directions."""
     digest = hashlib.sha256(b"lensemble sketch\0" + federation_id + round_index.to_bytes(4, "big")).digest()
     return int.from_bytes(digest[:8], "big")
-
-
-def build_task(config: Config) -> Task:
-    """The task that a configuration names. Imports torch only for tasks that need it.
-
-    Raises:
-        ConfigError: unknown task.
-    """
-    if config.task == "linear":
-        from lensemble_flwr.federation.linear_task import LinearTask
-
-        return LinearTask(config)
-    if config.task == "world_model":
-        from lensemble_flwr.federation.world_task import WorldTask
-
-        return WorldTask(config)
-    raise ConfigError(f"Unknown task {config.task!r}.")

@@ -20,7 +20,8 @@ from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.site import Site
-from lensemble_flwr.federation.task import Task, build_task
+from lensemble_flwr.federation.task import Task
+from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.wire import check_egress, refusal_for
 
 Hook = Callable[[str, int, Mapping[str, Any]], Any]
