@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lensemble_flwr.config import config_hash, join_overrides, load_config
+from lensemble_flwr.config import config_hash, load_config
 from lensemble_flwr.federation.checkpoint import load_checkpoint
 from lensemble_flwr.federation.outer import mean_of_sum, outer_step
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.launch import RunResult, run_federation
 from lensemble_flwr.privacy.mechanism import Release
+from tests.test_readme import flwr_command
 
 pytestmark = pytest.mark.runtime
 
@@ -85,6 +86,29 @@ def staged(tmp: Path, module: str, component: str) -> Path:
     with open(app / "lensemble_flwr" / f"{component}.py", "a") as file:
         file.write("\n\nimport lensemble_flwr.staged\n")
     return app
+
+
+LOSE_CLIENTS = '''
+"""One participant is slow with its shares in round 0, another fails at unmasking in round 1, each once."""
+import os, time
+from pathlib import Path
+from lensemble_flwr.federation.participant import SiteParticipant
+_share, _unmask = SiteParticipant.share_keys, SiteParticipant.unmask
+def once(self, who, index):
+    flag = Path(os.environ["CAPTURE"] + who)
+    if self.site.identity.hex() == os.environ[who] and self.public_round().round == index and not flag.exists():
+        flag.touch()
+        return True
+def share_keys(self, body):
+    if once(self, "SLOW", 0):
+        time.sleep(14)
+    return _share(self, body)
+def unmask(self, body):
+    if once(self, "FAILS", 1):
+        raise RuntimeError("secret 17")
+    return _unmask(self, body)
+SiteParticipant.share_keys, SiteParticipant.unmask = share_keys, unmask
+'''
 
 
 class Run:
@@ -156,6 +180,14 @@ def test_a_whole_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert committed.tobytes() == theta.tobytes()
     models = [path.read_bytes() for path in run.sites.glob("*/models/*")]
     assert models == [theta.astype("<f4").tobytes()] * 4
+
+    # Nothing that leaves the sites derives their keys, salts or noise.
+    public = "\n".join(run.lines).encode() + b"".join(p.read_bytes() for p in run.out.rglob("*") if p.is_file())
+    for site in run.sites.glob("site-*/"):
+        for name in ("identity.key", "site.secret"):
+            secret = (site / name).read_bytes()
+            assert secret not in public
+            assert secret.hex().encode() not in public
 
     import pickle
 
@@ -229,6 +261,25 @@ def test_kill_9_of_a_participant_between_reserve_and_encoded(tmp_path: Path, mon
         assert ledger.rounds(fid) == (0, 1)
 
 
+def test_dropouts_after_the_keys_and_at_unmasking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, "diloco.rounds=3 federation.timeout_s=10")
+    sites = run.make_sites()
+    monkeypatch.setenv("CAPTURE", str(tmp_path / "flag-"))
+    monkeypatch.setenv("SLOW", sites[1].identity.hex())
+    monkeypatch.setenv("FAILS", sites[2].identity.hex())
+    app = staged(tmp_path, LOSE_CLIENTS, "client_app")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(app))
+    assert run.go(app).exit_status == 0
+    rounds = run.rounds()
+    assert [r["outcome"] for r in rounds] == ["committed"] * 3
+    assert rounds[0]["participants"] == 3  # without its shares it is not in the sum
+    assert rounds[2]["participants"] == 4  # and later it is back
+    assert (tmp_path / "flag-FAILS").exists()
+    assert not any("secret 17" in line for line in run.lines)  # the text of an error stays at its site
+    assert "secret 17" in (sites[2].folder / "site.log").read_text()
+
+
 def test_flower_default_of_two_supernodes_is_told_in_one_line(tmp_path: Path) -> None:
     result = Run(tmp_path).go(nodes=2)
     assert result.exit_status == 1
@@ -249,11 +300,11 @@ def test_plain_flwr_run_as_the_readme_says(tmp_path: Path) -> None:
         "FLWR_LOCAL_CONTROL_API_PORT": "39392",
         "PATH": f"{flwr.parent}:{os.environ['PATH']}",
     }
-    overrides = join_overrides(["experiment=linear", "diloco.rounds=1"])
-    nodes = ["--federation-config", "num-supernodes=4", "--stream"]
+    words = flwr_command()
+    words[0], words[words.index(".")] = str(flwr), str(ROOT)
     try:
         subprocess.run(
-            [flwr, "run", ROOT, "--run-config", f"overrides='{overrides}'", *nodes],
+            words,
             env=environment,
             cwd=tmp_path,
             timeout=240,
@@ -261,7 +312,7 @@ def test_plain_flwr_run_as_the_readme_says(tmp_path: Path) -> None:
             capture_output=True,
         )
         (out,) = (tmp_path / "home/outputs").iterdir()
-        assert len((out / "rounds.jsonl").read_text().splitlines()) == 1
+        assert len((out / "rounds.jsonl").read_text().splitlines()) == 2
     finally:
         subprocess.run(["pkill", "-f", str(tmp_path)], check=False)
         subprocess.run(["pkill", "-f", "flower-superlink.*39391"], check=False)

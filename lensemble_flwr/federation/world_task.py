@@ -156,7 +156,8 @@ class WorldTask:
         return self.probe.hash
 
     def initial(self) -> np.ndarray:
-        return self._layout.flatten(self._model)
+        # Not from self._model: that is the workspace of local steps and holds whatever was trained last.
+        return self._layout.flatten({name: self.warm.state[name] for name in self._layout.names})
 
     def sketch_hash(self, sketch_seed: int) -> bytes:
         return sketch_hash(sketch_seed, self.model_spec.latent_dim, self.objective_spec.sketch_dim)
@@ -174,6 +175,7 @@ class WorldTask:
                     self.warm_spec,
                     ObjectiveSpec(lambda_sig=self.config.objective.lambda_sig),
                     progress=lambda done, total, figures: tell("training the public warm start", done, total),
+                    threads=1,  # the same bytes whatever the machine's cores, and two gain little at this size
                 )
                 save_warm_start(warm, path)
             if not self._cache(".probe").is_file():
