@@ -13,8 +13,10 @@ from lensemble_flwr.federation.claim_inputs import claims_of
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
 from lensemble_flwr.federation.records import Guarantee
 from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
+from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Progress, Task
 from lensemble_flwr.federation.tasks import build_task
+from lensemble_flwr.home import sites_folder
 from lensemble_flwr.privacy.claims import Claim, claim_grade, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.privacy.preflight import REFUSE, WARN, fewest_participants, largest_dimension
@@ -43,6 +45,8 @@ class Preflight:
     memory_bytes: int
     seconds: float
     seconds_source: str
+    left: int | None = None
+    """Rounds that the ledgers of existing sites still allow (the fewest of them); None: there are no sites yet."""
 
     @property
     def hopeless(self) -> bool:
@@ -114,6 +118,11 @@ class Preflight:
                 lines.append(
                     f"WARNING: the budget allows {allowed} of {config.diloco.rounds} rounds; the run will stop there "
                     "with exit status 3."
+                )
+            if self.left is not None and self.left < config.diloco.rounds:
+                lines.append(
+                    f"WARNING: the sites' own ledgers allow {self.left} more rounds of this kind; the run will stop "
+                    "there with exit status 3."
                 )
             lines.append(
                 f"signal-to-noise expected from n, d and sigma: {self.ratio:.2g} "
@@ -217,7 +226,22 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         memory_bytes=_PROCESS_BYTES + plan.dimension * (5 * 4 + 8) + 6 * plan.ring.wire_bytes,
         seconds=seconds,
         seconds_source=source,
+        left=_rounds_left(config, plan) if simulation else None,
     )
+
+
+def _rounds_left(config: Config, plan: Plan) -> int | None:
+    """The fewest further rounds that the ledgers of simulated sites in ``federation.sites_dir`` allow."""
+    if config.federation.sites_dir is None:
+        return None
+    sites = [p for p in sorted(sites_folder(config, "").glob("site-*")) if Site.exists(p)]
+    fresh = bytes(32)  # a federation that no ledger knows: the run's own budget is untouched
+    left = []
+    for folder in sites[: plan.n]:
+        site = Site(folder)
+        with site.ledger() as ledger:
+            left.append(ledger.remaining(plan.charge, site.policy.budgets, fresh))
+    return min(left, default=None)
 
 
 def _traffic(plan: Plan) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,12 @@ from lensemble_flwr.federation.coordinator import Coordinator
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.task import Task
 from strategies.grid_transport import GridTransport
+
+
+def _stop_asked() -> bool:
+    """`lensemble run` makes this file on the first Ctrl-C, so that the run ends between two rounds."""
+    path = os.environ.get("LENSEMBLE_STOP_FILE")
+    return bool(path) and os.path.exists(str(path))
 
 
 class SecureDiLoCo(Strategy):
@@ -38,7 +45,9 @@ class SecureDiLoCo(Strategy):
         """Run the federation to its end (see :meth:`Coordinator.run` for the errors)."""
         transport = GridTransport(grid, group=self.folder.federation_id.hex()[:16])
         with self.folder.lock():
-            theta = Coordinator(self.config, self.task, self.folder, transport, on_event=self.on_event).run()
+            theta = Coordinator(
+                self.config, self.task, self.folder, transport, on_event=self.on_event, stop_asked=_stop_asked
+            ).run()
         result = Result()
         result.arrays = ArrayRecord([theta])
         return result

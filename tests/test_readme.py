@@ -54,3 +54,14 @@ def test_links() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         if not target.startswith("http"):
             assert (ROOT / target).exists(), target
+
+
+def test_the_claims_table_is_the_one_that_the_code_makes() -> None:
+    from lensemble_flwr.federation.claim_inputs import claims_of
+    from lensemble_flwr.federation.plan import make_plan
+    from lensemble_flwr.privacy.claims import claims_table
+
+    config = load_config()
+    adapter = (config.model.adapter_rank + 1) * config.model.latent_dim
+    table = claims_table(claims_of(config, make_plan(config, config.federation.participants, adapter), True))
+    assert table.split("\n\n")[0] in TEXT

@@ -105,6 +105,7 @@ class Coordinator:
         transport: how participants are reached.
         on_event: told of everything a person may want to see (public values only).
         step: the outer step; another one is injected only by tests of the self-check.
+        stop_asked: whether somebody wants the run to end before its next round.
     """
 
     config: Config
@@ -116,7 +117,9 @@ class Coordinator:
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     members: dict[bytes, Member] = field(default_factory=dict)
+    stop_asked: Callable[[], bool] = lambda: False
     _traffic: Traffic = field(default_factory=Traffic)
+    _strangers: set[int] = field(default_factory=set)
 
     # ------------------------------------------------------------------ the whole run
 
@@ -137,6 +140,8 @@ class Coordinator:
             self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
             burnt = 0
             while checkpoint.round < self.config.diloco.rounds:
+                if self.stop_asked():
+                    raise RoundError("The run was asked to stop.", "To go on: lensemble run --resume DIR.")
                 self._refresh()
                 outcome, last_close = self._round(checkpoint, last_close)
                 burnt = burnt + 1 if outcome == Outcome.BURNT else 0
@@ -233,7 +238,8 @@ class Coordinator:
     def _refresh(self) -> None:
         """Ask nodes that are new to this process to join; a known identity at a new node moves there."""
         known = {m.node for m in self.members.values()}
-        fresh = [n for n in self.transport.nodes() if n not in known]
+        connected = set(self.transport.nodes())
+        fresh = sorted(connected - known - self._strangers)
         if not fresh:
             return
         request = JoinRequest(self.folder.federation_id, config_hash(self.config), self.task.base_hash).encode()
@@ -256,6 +262,10 @@ class Coordinator:
                 self.on_event("refused", {"stage": Stage.JOIN, "code": "PROTOCOL"})
                 continue
             member = self.members.get(joined.identity)
+            if member is not None and member.node in connected:  # it is there already: somebody uses its name
+                self._strangers.add(node)
+                self.on_event("refused", {"stage": Stage.JOIN, "code": "IDENTITY_IN_USE"})
+                continue
             if member is not None and member.dataset_root != joined.dataset_root:
                 self.on_event("refused", {"stage": Stage.JOIN, "code": "DATASET_ROOT"})
                 continue

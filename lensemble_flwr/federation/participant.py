@@ -8,6 +8,7 @@ What leaves is an :class:`Outgoing`; what goes wrong is a typed error whose text
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy as np
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.data import commitment
 from lensemble_flwr.errors import ContractViolation, PrivacyBudgetExceeded
-from lensemble_flwr.federation.plan import opened_charge, session_params
+from lensemble_flwr.federation.plan import make_plan, opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
@@ -131,8 +132,32 @@ class SiteParticipant:
         if opened.replay and not self.runtime.simulation:
             raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
         self.site.policy.check(opened)
+        self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
+
+    def _check_numbers(self, opened: RoundOpen) -> None:
+        """Noise, bound, ring and thresholds are those that this participant computes from the configuration itself."""
+        config = self.config
+        plan = make_plan(config, len(opened.roster), self.task.dimension)
+        exact = (
+            (opened.rounds, config.diloco.rounds),
+            (opened.guarantee, plan.guarantee),
+            (opened.replay, config.privacy.entropy == "replay"),
+            (opened.threshold, plan.threshold),
+            (opened.min_survivors, plan.min_survivors),
+            (opened.colluders, plan.colluders),
+            (opened.two_party, plan.two_party),
+            (opened.ring_bits, plan.ring.bits),
+            (opened.scale_log2, plan.ring.scale_log2),
+            (opened.clip_norm, plan.clip_norm),
+            (opened.target_epsilon, config.privacy.target_epsilon),
+            (opened.target_delta, config.privacy.target_delta),
+        )
+        # Calibration may differ in the last bits between machines; the ledger charges what the RoundOpen says.
+        close = ((opened.noise_std, plan.noise_std), (opened.noise_multiplier, plan.noise_multiplier))
+        if any(a != b for a, b in exact) or any(not math.isclose(a, b, rel_tol=1e-9) for a, b in close):
+            raise refused("The round's numbers are not those that its configuration gives.", Refusal.HASH_MISMATCH)
 
     def _budget_left(self, ledger: PrivacyLedger, opened: RoundOpen) -> None:
         budgets = (*self.site.policy.budgets, *run_budget(opened))

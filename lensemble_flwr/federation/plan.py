@@ -6,6 +6,7 @@ Coordinator, participants and preflight all compute them here, so that what is p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import ConfigError
@@ -57,6 +58,7 @@ def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, co
     )
 
 
+@lru_cache(maxsize=64)
 def make_plan(config: Config, n: int, dimension: int) -> Plan:
     """The numbers of a federation of ``n`` participants over ``dimension`` federated coordinates.
 

@@ -317,7 +317,8 @@ def test_a_lost_or_altered_cached_update_is_forfeited(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         federation.start()
     (path,) = (federation.transport.members[101].site.folder / "releases").iterdir()
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    stored = path.read_bytes()
+    path.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
     federation.resume()
     assert [r["participants"] for r in federation.rounds()] == [3, 4]
     assert federation.ledger_rounds() == [2] * 4

@@ -1,0 +1,109 @@
+"""scripts/results on a fleet of three: each kind of row comes out, and the tables and files hold them."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "results"
+SMALL = (
+    "model=tiny",
+    "federation.participants=3",
+    "federation.min_participants=3",
+    "secagg.min_survivors=3",
+    "data.episodes_per_participant=2",
+    "data.public_episodes=4",
+    "data.heldout_shifted=2",
+    "data.heldout_nominal=2",
+    "data.frames=7",
+    "warmstart.steps=2",
+    "diloco.rounds=2",
+    "diloco.inner_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = SourceFileLoader("results_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("results_script", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["results_script"] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LENSEMBLE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def test_quickstart_rows(script: ModuleType, tmp_path: Path) -> None:
+    result = script.quickstart(0, SMALL, tmp_path, 2, False)
+    rows = {row["name"]: row for row in result["rows"]}
+    wanted = {"warm start", "local only", "local only, best step", "pooled", "federated, no noise"}
+    wanted |= {"control: public data only", "control: noise only"}
+    wanted |= {f"eps {e}, in process" for e in (8, 4, 2)}
+    assert set(rows) == wanted
+    assert len(set(rows["eps 8, in process"]["draws"])) == 2  # noise is fresh each time
+    assert result["facts"]["clip_norm"] > 0
+    for row in result["rows"]:
+        assert all(np.isfinite(row["metrics"][key]) for key in script.COLUMNS["quickstart"])
+
+
+def test_silos_rows(script: ModuleType, tmp_path: Path) -> None:
+    result = script.silos(0, SMALL, tmp_path, 1, False)
+    assert [r["name"] for r in result["rows"]] == [
+        "random init",
+        "warm start",
+        "local only",
+        "pooled, equal steps",
+        "federated",
+    ]
+    for row in result["rows"]:
+        assert np.isfinite(row["metrics"]["effective_rank"])
+
+
+def test_silos_are_not_clipped(script: ModuleType) -> None:
+    config, task = script.prepared("silos", 0, (*SMALL, "privacy.clip_norm=1e-6"))
+    moved = script.federated(config, task, noisy=False) - task.initial()
+    assert np.linalg.norm(moved) > 1e-4
+
+
+def test_the_start_does_not_move(script: ModuleType) -> None:
+    config, task = script.prepared("quickstart", 0, SMALL)
+    before = task.initial()
+    moved = task.local_update(before, 0, None, steps=3, sketch_seed=0, round_index=0).theta
+    assert not np.array_equal(moved, before)
+    np.testing.assert_array_equal(task.initial(), before)
+
+
+def test_tables_and_files(script: ModuleType, tmp_path: Path) -> None:
+    results = [
+        {"seed": s, "facts": {}, "rows": [{"name": "warm start", "metrics": {"r5": 0.5 + s}, "note": "", "draws": ()}]}
+        for s in (0, 1)
+    ]
+    assert "| warm start | 1.000 [0.500, 1.500] |" in script.table(results, {"r5": "r5"})
+    assert "| warm start | 0.500 | 1.500 |" in script.by_seed(results, "r5")
+    script.save(results, tmp_path, "quickstart")
+    assert json.loads((tmp_path / "quickstart.json").read_text())[1]["seed"] == 1
+    with open(tmp_path / "quickstart.csv", newline="", encoding="utf-8") as stream:
+        assert [line["r5"] for line in csv.DictReader(stream)] == ["0.5", "1.5"]
+
+
+def test_bad_seeds_are_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main(["quickstart", "--seeds", "0,x"])
+    assert stop.value.code == 2
+    assert "whole numbers" in capsys.readouterr().err
