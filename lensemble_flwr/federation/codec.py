@@ -11,6 +11,7 @@ import dataclasses
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from lensemble_flwr.errors import ContractViolation, RoundError
@@ -79,7 +80,7 @@ class Record:
                 "Both sides must run the same release.",
             )
         offset, values = len(head), {}
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         for field in dataclasses.fields(cls):
             value, offset = _decode_field(field.metadata["wire"], body, offset, cls.__name__)
             values[field.name] = bool(value) if hints[field.name] is bool else value
@@ -92,6 +93,11 @@ class Record:
         if record.encode() != body:
             raise RoundError(f"The {cls.__name__} is not in canonical form.")
         return record
+
+
+@lru_cache(maxsize=16)
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _encode_field(kind: Kind, value: Any) -> bytes:
