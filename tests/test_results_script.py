@@ -82,7 +82,7 @@ def test_silos_are_not_clipped(script: ModuleType) -> None:
 
 
 def test_the_start_does_not_move(script: ModuleType) -> None:
-    config, task = script.prepared("quickstart", 0, SMALL)
+    task = script.prepared("quickstart", 0, SMALL)[1]
     before = task.initial()
     moved = task.local_update(before, 0, None, steps=3, sketch_seed=0, round_index=0).theta
     assert not np.array_equal(moved, before)

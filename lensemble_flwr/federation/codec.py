@@ -80,7 +80,7 @@ class Record:
                 "Both sides must run the same release.",
             )
         offset, values = len(head), {}
-        hints = _hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         for field in dataclasses.fields(cls):
             value, offset = _decode_field(field.metadata["wire"], body, offset, cls.__name__)
             values[field.name] = bool(value) if hints[field.name] is bool else value
