@@ -59,6 +59,9 @@ def site_log(context: Context) -> logging.Logger:
     """The site's own log when the site is known, else a logger without handlers: never Flower's."""
     logger = context.__dict__.get("lensemble_site_log")
     if isinstance(logger, logging.Logger):
+        logger.propagate = False  # a logger is sent between processes by its name alone, without its handlers
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
         return logger
     silent = logging.getLogger("lensemble.site.unknown")
     silent.propagate = False

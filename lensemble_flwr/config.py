@@ -381,8 +381,6 @@ def _load(overrides: tuple[str, ...]) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     for override in overrides:
-        # An interpolation would let whoever submits a run read a site's environment (${oc.env:...}).
-        _require("${" not in override, f"The override {override!r} holds an interpolation.", "Write the value itself.")
         _require("=" in override, f"The override {override!r} is not of the form key=value.")
         _require(
             not override.startswith(("hydra.", "hydra/", "+hydra", "~", "+")),
@@ -393,14 +391,27 @@ def _load(overrides: tuple[str, ...]) -> Config:
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
-        tree = OmegaConf.to_container(composed, resolve=True)
+        tree = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from error
     finally:
         GlobalHydra.instance().clear()
     assert isinstance(tree, dict)
+    _refuse_interpolations(tree)
     tree["overrides"] = list(overrides)
     return _build(Config, tree, "")
+
+
+def _refuse_interpolations(value: Any) -> None:
+    """An interpolation would let whoever submits a run read a site's environment (${oc.env:...}), however escaped."""
+    if isinstance(value, dict):
+        for item in value.values():
+            _refuse_interpolations(item)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_interpolations(item)
+    elif isinstance(value, str) and "${" in value:
+        raise ConfigError(f"The value {value!r} holds an interpolation.", "Write the value itself.")
 
 
 def _known_keys(cls: type = Config, prefix: str = "") -> list[str]:

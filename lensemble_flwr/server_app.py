@@ -64,6 +64,11 @@ def _run(grid: Grid, context: Context) -> None:
         _check_runtime(config, simulation)
         folder = RunFolder.create(output_folder(config, context.run_id), config_hash(config), config.overrides)
     _check_runtime(config, simulation)
+    with folder.lock():  # before anything in it is touched
+        _run_in(folder, config, grid, simulation)
+
+
+def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> None:
     sites = str(sites_folder(config, folder.path.name)) if simulation else ""
     emit("run", {"output_dir": str(folder.path), "experiment": config.experiment, "rounds": config.diloco.rounds})
 

@@ -8,6 +8,7 @@ spend budget afterwards.
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,9 @@ class GridTransport:
     def nodes(self) -> list[int]:
         return sorted(self._grid.get_node_ids())
 
-    def exchange(self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float) -> dict[int, Reply]:
+    def exchange(
+        self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float, max_bytes: int = 0
+    ) -> dict[int, Reply]:
         if not requests:
             return {}
         vectors: dict[int, ArrayRecord] = {}  # the same theta goes to everyone: serialise it once
@@ -55,14 +58,19 @@ class GridTransport:
             asked = node_of.get(reply.metadata.reply_to_message_id)
             if asked is None or reply.has_error():
                 continue  # a crashed or lost node is a dropout, whatever its error says
-            parsed = parse_reply(reply.content)
+            parsed = parse_reply(reply.content, max_bytes)
             if parsed is not None:
                 answers[asked] = parsed
         return answers
 
 
-def parse_reply(content: RecordDict) -> Reply | None:
-    """A reply's body and vector, or its refusal; None for anything else (the sender counts as dropped out)."""
+def parse_reply(content: RecordDict, max_bytes: int = 0) -> Reply | None:
+    """A reply's body and vector, or its refusal; None for anything else (the sender counts as dropped out).
+
+    Args:
+        content: whatever a node sent.
+        max_bytes: of the vector that public numbers allow here.
+    """
     fields = content.config_records.get(FIELDS)
     if fields is None:
         return None
@@ -72,21 +80,40 @@ def parse_reply(content: RecordDict) -> Reply | None:
     body = fields.get(BODY)
     if not isinstance(body, bytes):
         return None
-    return Reply(body=body, vector=read_vector(content))
+    return Reply(body=body, vector=read_vector(content, max_bytes))
 
 
-def read_vector(content: RecordDict, max_bytes: int | None = None) -> np.ndarray | None:
-    """The flat vector of a message, or None. Sizes are compared before the bytes are parsed."""
+def read_vector(content: RecordDict, max_bytes: int) -> np.ndarray | None:
+    """The flat vector of a message, or None for anything else. No allocation before the sizes were compared.
+
+    Flower's own parser is not used: numpy's file format can name other shapes, objects and huge sizes.
+    """
     record = content.array_records.get(ARRAYS)
     if record is None or list(record) != [VECTOR]:
         return None
     array = record[VECTOR]
-    if len(array.shape) != 1 or array.dtype not in ("float32", "uint8", "uint16", "uint32"):
+    data, dtype = array.data, _DTYPES.get(array.dtype)
+    if dtype is None or not isinstance(data, bytes) or len(data) > max_bytes + _NPY_HEADER:
         return None
-    if max_bytes is not None and len(array.data) > max_bytes + 4096:
+    header = npy_header(dtype, (len(data) - _header_bytes(data)) // dtype.itemsize)
+    if not data.startswith(header) or (len(data) - len(header)) % dtype.itemsize:
         return None
-    try:
-        value = array.numpy()
-    except (ValueError, EOFError, OSError):
-        return None
-    return value if value.ndim == 1 else None
+    values = np.frombuffer(data, dtype, offset=len(header))
+    return values if values.nbytes <= max_bytes and tuple(array.shape) == values.shape else None
+
+
+_DTYPES = {name: np.dtype(name) for name in ("float32", "uint8")}
+_NPY_HEADER = 128
+
+
+def _header_bytes(data: bytes) -> int:
+    """Length of a version 1.0 npy header, 0 when there is none."""
+    return 10 + int.from_bytes(data[8:10], "little") if len(data) >= 10 else 0
+
+
+def npy_header(dtype: np.dtype, length: int) -> bytes:
+    """What numpy writes ahead of a flat array of this dtype and length."""
+    buffer = io.BytesIO()
+    description = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()

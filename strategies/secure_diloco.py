@@ -42,12 +42,11 @@ class SecureDiLoCo(Strategy):
         self.config, self.task, self.folder, self.on_event = config, task, folder, on_event
 
     def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
-        """Run the federation to its end (see :meth:`Coordinator.run` for the errors)."""
+        """Run the federation to its end; the caller holds the folder's lock (errors: :meth:`Coordinator.run`)."""
         transport = GridTransport(grid, group=self.folder.federation_id.hex()[:16])
-        with self.folder.lock():
-            theta = Coordinator(
-                self.config, self.task, self.folder, transport, on_event=self.on_event, stop_asked=_stop_asked
-            ).run()
+        theta = Coordinator(
+            self.config, self.task, self.folder, transport, on_event=self.on_event, stop_asked=_stop_asked
+        ).run()
         result = Result()
         result.arrays = ArrayRecord([theta])
         return result

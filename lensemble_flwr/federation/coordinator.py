@@ -17,6 +17,7 @@ import numpy as np
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import (
+    ArtifactError,
     CommitmentMismatch,
     FaultToleranceExceeded,
     LensembleError,
@@ -42,6 +43,10 @@ from lensemble_flwr.secagg import ServerSession, from_wire
 
 MAX_ATTEMPTS = 3
 MAX_BURNT_IN_A_ROW = 2
+LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
+"""A node that did not join is asked again after this long, doubled each time."""
+LATE_JOIN_S = 30.0
+"""How long newcomers may keep a running federation waiting."""
 
 Fields = dict[str, Any]
 Event = Callable[[str, Fields], None]
@@ -68,8 +73,13 @@ class Transport(Protocol):
         """Connected nodes now."""
         ...
 
-    def exchange(self, stage: str, requests: Mapping[int, Fields], timeout: float) -> dict[int, Reply]:
-        """Send one message per node and wait; nodes that do not answer in time are absent."""
+    def exchange(
+        self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
+    ) -> dict[int, Reply]:
+        """Send one message per node and wait; nodes that do not answer in time are absent.
+
+        ``max_bytes`` bounds the vector of a reply; a larger one is not read.
+        """
         ...
 
 
@@ -81,6 +91,20 @@ class Member:
     node: int
     dataset_root: bytes
     exhausted: bool = False
+
+
+@dataclass(frozen=True)
+class _Stranger:
+    """A connected node that is no member: when to ask it again, and whose name it used, if any."""
+
+    again_at: float
+    wait: float
+    identity: bytes | None
+
+    def due(self, now: float, coordinator: Coordinator) -> bool:
+        """Whether to ask now: its time has come, or the member whose name it uses has gone (it restarted)."""
+        member = coordinator.members.get(self.identity) if self.identity else None
+        return now >= self.again_at or (member is not None and member.node not in coordinator.transport.nodes())
 
 
 class _Void(Exception):
@@ -119,7 +143,8 @@ class Coordinator:
     members: dict[bytes, Member] = field(default_factory=dict)
     stop_asked: Callable[[], bool] = lambda: False
     _traffic: Traffic = field(default_factory=Traffic)
-    _strangers: set[int] = field(default_factory=set)
+    _strangers: dict[int, _Stranger] = field(default_factory=dict)
+    _join_refusals: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------ the whole run
 
@@ -198,11 +223,28 @@ class Coordinator:
             return RoundClose.decode(bytes.fromhex(records[-1]["close"]))
         stored = self.folder.stored_sum(index)
         if stored is not None:
+            self._check_stored(opened, stored)
             self.on_event("replayed", {"round": index})
             return self._commit(checkpoint, opened, stored, {"replayed": True, "seconds": None})
         if self.folder.asked(index):
             return self._burn(checkpoint, opened, "the coordinator died after asking for shares")
         return RoundClose.decode(bytes.fromhex(records[-1]["close"])) if records else None
+
+    @staticmethod
+    def _check_stored(opened: RoundOpen, stored: StoredSum) -> None:
+        """A sum from the disk must be one that the round could have given."""
+        count, ring = len(stored.survivors), session_params(opened, 1).ring
+        fits = (
+            stored.total.shape == (opened.dimension,)
+            and set(stored.survivors) <= set(opened.roster)
+            and count == len(set(stored.survivors)) >= max(opened.threshold, opened.min_survivors)
+            and int(np.abs(stored.total).max(initial=0)) <= count * ring.qmax
+        )
+        if not fits:
+            raise ArtifactError(
+                f"The stored sum of round {opened.round} does not fit its RoundOpen.",
+                "Delete it: the round is then burnt at --resume.",
+            )
 
     # ------------------------------------------------------------------ who is there
 
@@ -219,72 +261,99 @@ class Coordinator:
             if have >= federation.participants or (self.clock() >= deadline and have >= federation.min_participants):
                 return
             if self.clock() >= deadline:
-                raise FaultToleranceExceeded(
-                    f"{have} of {federation.participants} participants joined within "
-                    f"{federation.join_timeout_s:g} s; {federation.min_participants} are needed."
-                    + (self._two_nodes_hint() if len(self.transport.nodes()) == 2 else ""),
-                    "Start more SuperNodes (in a simulation: --federation-config 'num-supernodes="
-                    f"{federation.participants}'), lower federation.min_participants, or wait longer "
-                    "(federation.join_timeout_s).",
-                    present=have,
-                    minimum=federation.min_participants,
-                )
+                raise self._too_few(have)
             self.sleep(min(1.0, max(0.0, deadline - self.clock())))
 
-    @staticmethod
-    def _two_nodes_hint() -> str:
-        return " Two SuperNodes are Flower's default, and two participants cannot hide from each other."
+    def _too_few(self, have: int) -> LensembleError:
+        federation = self.config.federation
+        codes = sorted({code for code in self._join_refusals if code in ("HASH_MISMATCH", "POLICY")})
+        if codes:
+            return RoundError(
+                f"{len(self._join_refusals)} participants refused to join ({', '.join(codes)}) and {have} joined; "
+                f"{federation.min_participants} are needed.",
+                "Their own logs say why: another configuration, warm start or release, or a site's policy.",
+            )
+        two = len(self.transport.nodes()) == 2
+        return FaultToleranceExceeded(
+            f"{have} of {federation.participants} participants joined within "
+            f"{federation.join_timeout_s:g} s; {federation.min_participants} are needed."
+            + (" Two SuperNodes are Flower's default, and two participants cannot hide from each other." * two),
+            "Start more SuperNodes (in a simulation: --federation-config 'num-supernodes="
+            f"{federation.participants}'), lower federation.min_participants, or wait longer "
+            "(federation.join_timeout_s).",
+            present=have,
+            minimum=federation.min_participants,
+        )
 
     def _refresh(self) -> None:
-        """Ask nodes that are new to this process to join; a known identity at a new node moves there."""
-        known = {m.node for m in self.members.values()}
+        """Ask nodes that are new to this process to join; a known identity at a new node moves there.
+
+        Whoever connects can be asked, so nothing that a newcomer does (refuse, stay silent, use another's name, come
+        when all places are taken) may end or stall the run: it is asked again later, less and less often.
+        """
         connected = set(self.transport.nodes())
-        fresh = sorted(connected - known - self._strangers)
+        known = {m.node for m in self.members.values()}
+        now = self.clock()
+        fresh = sorted(n for n in connected - known if n not in self._strangers or self._strangers[n].due(now, self))
         if not fresh:
             return
         request = JoinRequest(self.folder.federation_id, config_hash(self.config), self.task.base_hash).encode()
         timeout = min(self.config.federation.timeout_s, self.config.federation.join_timeout_s)
-        for node, reply in self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout).items():
-            if reply.refusal is not None:
-                self.on_event("refused", {"stage": Stage.JOIN, "code": reply.refusal.name})
-                if reply.refusal in (Refusal.HASH_MISMATCH, Refusal.POLICY):
-                    raise RoundError(
-                        f"A participant refused to join: {reply.refusal.name}.",
-                        "Its log says why: another configuration, warm start or release, or its policy.",
-                    )
+        if len(self.members) >= self.config.federation.min_participants:
+            timeout = min(timeout, LATE_JOIN_S)
+        replies = self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout)
+        for node in fresh:
+            identity, problem = self._admit(node, replies.get(node), connected)
+            if problem is None:
+                self._strangers.pop(node, None)
                 continue
-            try:
-                joined = JoinReply.decode(reply.body)
-            except RoundError:
-                self.on_event("refused", {"stage": Stage.JOIN, "code": "MALFORMED"})
-                continue
-            if joined.protocol != PROTOCOL_VERSION:
-                self.on_event("refused", {"stage": Stage.JOIN, "code": "PROTOCOL"})
-                continue
-            member = self.members.get(joined.identity)
-            if member is not None and member.node in connected:  # it is there already: somebody uses its name
-                self._strangers.add(node)
-                self.on_event("refused", {"stage": Stage.JOIN, "code": "IDENTITY_IN_USE"})
-                continue
-            if member is not None and member.dataset_root != joined.dataset_root:
-                self.on_event("refused", {"stage": Stage.JOIN, "code": "DATASET_ROOT"})
-                continue
-            exhausted = member.exhausted if member is not None else False
-            self.members[joined.identity] = Member(joined.identity, node, joined.dataset_root, exhausted)
+            if problem in ("HASH_MISMATCH", "POLICY"):
+                self._join_refusals.append(problem)
+            self.on_event("refused", {"stage": Stage.JOIN, "code": problem})
+            earlier = self._strangers.get(node)
+            wait = min(2 * earlier.wait, MOST_WAIT_S) if earlier else LEAST_WAIT_S
+            self._strangers[node] = _Stranger(now + wait, wait, identity)
 
-    def _exchange(self, stage: str, requests: Mapping[int, Fields], timeout: float) -> dict[int, Reply]:
+    def _admit(self, node: int, reply: Reply | None, connected: set[int]) -> tuple[bytes | None, str | None]:
+        """(identity that it gave, why it does not join), or (identity, None) for a member."""
+        if reply is None:
+            return None, "SILENT"
+        if reply.refusal is not None:
+            return None, reply.refusal.name
+        try:
+            joined = JoinReply.decode(reply.body)
+        except RoundError:
+            return None, "MALFORMED"
+        if joined.protocol != PROTOCOL_VERSION:
+            return None, "PROTOCOL"
+        member = self.members.get(joined.identity)
+        if member is None and len(self.members) >= self.config.federation.participants:
+            return None, "FULL"
+        if member is not None and member.node in connected:  # it is there already: somebody uses its name
+            return joined.identity, "IDENTITY_IN_USE"
+        if member is not None and member.dataset_root != joined.dataset_root:
+            return joined.identity, "DATASET_ROOT"
+        exhausted = member.exhausted if member is not None else False
+        self.members[joined.identity] = Member(joined.identity, node, joined.dataset_root, exhausted)
+        return joined.identity, None
+
+    def _exchange(
+        self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
+    ) -> dict[int, Reply]:
         self._traffic.down += sum(_size(v) for fields in requests.values() for v in fields.values())
-        replies = self.transport.exchange(stage, requests, timeout)
+        replies = self.transport.exchange(stage, requests, timeout, max_bytes)
         self._traffic.up += sum(len(r.body) + _size(r.vector) for r in replies.values())
         return replies
 
-    def _ask(self, stage: str, requests: Mapping[bytes, Fields]) -> tuple[dict[bytes, Reply], dict[bytes, Refusal]]:
+    def _ask(
+        self, stage: str, requests: Mapping[bytes, Fields], max_bytes: int = 0
+    ) -> tuple[dict[bytes, Reply], dict[bytes, Refusal]]:
         """One exchange by identity: (answers, refusals). Who is in neither did not answer."""
         by_node = {self.members[i].node: i for i in requests if i in self.members}
         sent = {node: requests[i] for node, i in by_node.items()}
         answers: dict[bytes, Reply] = {}
         refusals: dict[bytes, Refusal] = {}
-        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s).items():
+        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s, max_bytes).items():
             if reply.refusal is None:
                 answers[by_node[node]] = reply
             else:
@@ -377,8 +446,9 @@ class Coordinator:
 
         theta = self._theta(checkpoint)
         requests = {i: {VECTOR: theta, ENVELOPES: session.envelopes_for(i)} for i in session.u2}
-        answers, refusals = self._ask(Stage.TRAIN, requests)
-        self._budget_refusals(opened, refusals)
+        ring = session_params(opened, attempt).ring
+        # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
+        answers, _ = self._ask(Stage.TRAIN, requests, ring.wire_bytes)
         for identity, reply in list(answers.items()):
             if reply.body != self.members[identity].dataset_root:
                 mismatch = CommitmentMismatch(
@@ -389,7 +459,6 @@ class Coordinator:
                 )
                 self.on_event("excluded", {"round": opened.round, "cause": mismatch.code})
                 del answers[identity]
-        ring = session_params(opened, attempt).ring
         take(lambda i, v: session.add_masked(i, from_wire(v, ring)), {i: r.vector for i, r in answers.items()})
         enough(session.u3, "masked updates")
 

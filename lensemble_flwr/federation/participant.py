@@ -9,6 +9,7 @@ What leaves is an :class:`Outgoing`; what goes wrong is a typed error whose text
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -74,12 +75,41 @@ class SiteParticipant:
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
-        reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self.dataset_root(request.federation_id))
+        reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self._commit(request.federation_id))
         return Outgoing(reply.encode())
 
+    def _commit(self, federation_id: bytes) -> bytes:
+        """The dataset root of a federation, computed at the first join and kept (decision 21).
+
+        Later messages repeat what is kept, so that whether the data can still be read shows in none of them.
+        """
+        kept = self.site.dataset_root(federation_id)
+        if kept is not None:
+            return kept
+        try:
+            hashes = self.task.episode_hashes(self.partition)
+            root = commitment.root(hashes, self.site.dataset_salt(federation_id))
+        except Exception as error:
+            if not self.config.privacy.enabled:
+                raise
+            # Whether data can be read is private too: a root that binds nothing, and later zero updates.
+            self.site.log.error("the dataset root cannot be computed, a random one is sent: %s", error)
+            root = secrets.token_bytes(32)
+        with self.site.ledger() as ledger:
+            ledger.event("dataset_root", {"federation": federation_id.hex(), "root": root.hex()})
+        self.site.keep_dataset_root(federation_id, root)
+        return root
+
     def dataset_root(self, federation_id: bytes) -> bytes:
-        """Salted Merkle root over the local episodes (decision 21)."""
-        return commitment.root(self.task.episode_hashes(self.partition), self.site.dataset_salt(federation_id))
+        """The root that this participant joined with.
+
+        Raises:
+            RoundError: it never joined this federation.
+        """
+        root = self.site.dataset_root(federation_id)
+        if root is None:
+            raise refused("This participant did not join the federation.", Refusal.PROTOCOL)
+        return root
 
     # ------------------------------------------------------------------ stage 1: RoundOpen -> fresh keys
 
@@ -91,15 +121,16 @@ class SiteParticipant:
             PolicyViolation, PrivacyBudgetExceeded, LedgerError: as their names say; nothing was charged.
         """
         opened = RoundOpen.decode(body)
-        if closes:
-            self._settle(RoundClose.decode(closes), opened)
         self._check(opened)
+        self.dataset_root(opened.federation_id)
+        closed = RoundClose.decode(closes) if closes else None
         with self.site.ledger() as ledger:
+            self._check_parent(opened, closed, opened.round - 1 in ledger.rounds(opened.federation_id))
+            self._settle(ledger, opened.federation_id, opened.round, closed)
             entry = ledger.state(opened.federation_id, opened.round)
             if entry.state == "reserved":
                 # The process died between reserving and writing the update: spent, and never drawn again.
-                ledger.forfeit(opened.federation_id, opened.round, "no update was written")
-                self.site.discard_staged_state(opened.federation_id, opened.round)
+                self._forfeit(ledger, opened.federation_id, opened.round, "no update was written")
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             if entry.state in ("forfeited", "closed"):
                 raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
@@ -154,9 +185,15 @@ class SiteParticipant:
             (opened.target_epsilon, config.privacy.target_epsilon),
             (opened.target_delta, config.privacy.target_delta),
         )
+        n, federation = len(opened.roster), config.federation
+        inside = (
+            opened.round < opened.rounds
+            and federation.min_participants <= n <= federation.participants
+            and (not opened.private or max(opened.target_delta, self.site.policy.delta) < 1 / n)
+        )
         # Calibration may differ in the last bits between machines; the ledger charges what the RoundOpen says.
         close = ((opened.noise_std, plan.noise_std), (opened.noise_multiplier, plan.noise_multiplier))
-        if any(a != b for a, b in exact) or any(not math.isclose(a, b, rel_tol=1e-9) for a, b in close):
+        if not inside or any(a != b for a, b in exact) or any(not math.isclose(a, b, rel_tol=1e-9) for a, b in close):
             raise refused("The round's numbers are not those that its configuration gives.", Refusal.HASH_MISMATCH)
 
     def _budget_left(self, ledger: PrivacyLedger, opened: RoundOpen) -> None:
@@ -193,6 +230,8 @@ class SiteParticipant:
             raise refused("theta has the wrong shape or dtype.", Refusal.HASH_MISMATCH)
         if theta_hash(self.task.layout, theta) != opened.theta_hash:
             raise refused("theta is not the model that the round was opened with.", Refusal.HASH_MISMATCH)
+        root = self.dataset_root(opened.federation_id)
+        session.check_envelopes(envelopes)  # before anything is charged: one peer must not make all others pay
         with self.site.ledger() as ledger:
             entry = ledger.state(opened.federation_id, opened.round)
             if entry.state == "encoded":
@@ -203,13 +242,16 @@ class SiteParticipant:
                 release = self._fresh(ledger, opened, theta)
             else:
                 if entry.state == "reserved":
-                    ledger.forfeit(opened.federation_id, opened.round, "no update was written")
+                    self._forfeit(ledger, opened.federation_id, opened.round, "no update was written")
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+            # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
+            # peers in them, would give the masks away one by one.
+            self.site.mask_once(opened.federation_id, opened.round, self.memory[_SESSION])
         lanes = session.masked(envelopes, release.q)
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
-        return Outgoing(self.dataset_root(opened.federation_id), to_wire(lanes, session_params(opened, attempt).ring))
+        return Outgoing(root, to_wire(lanes, session_params(opened, attempt).ring))
 
     def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
         delta, state = self._delta(opened, theta)
@@ -251,6 +293,11 @@ class SiteParticipant:
             return None, None
         return delta, result.state
 
+    def _forfeit(self, ledger: PrivacyLedger, federation_id: bytes, index: int, why: str) -> None:
+        ledger.forfeit(federation_id, index, why)
+        self.site.discard_staged_state(federation_id, index)
+        self.site.delete_release(federation_id, index)
+
     def _cached(self, ledger: PrivacyLedger, opened: RoundOpen) -> Release | None:
         """The update that was encoded for this round, or None after forfeiting it. Never a second draw."""
         entry = ledger.state(opened.federation_id, opened.round)
@@ -258,7 +305,8 @@ class SiteParticipant:
         if entry.open_hash == opened.digest() and entry.q_hash is not None:
             release = self.site.load_release(opened.federation_id, opened.round, entry.q_hash)
         if release is None:
-            ledger.forfeit(opened.federation_id, opened.round, "the cached update is missing or of another round")
+            why = "the cached update is missing or of another round"
+            self._forfeit(ledger, opened.federation_id, opened.round, why)
             return None
         # `encoded` was recorded, so the state that belongs to it counts even if the process died before adopting it.
         self.site.adopt_local_state(opened.federation_id, opened.round)
@@ -269,6 +317,7 @@ class SiteParticipant:
     def unmask(self, body: bytes) -> Outgoing:
         """Answer once per round, for ever: the latch is on disk before the answer exists."""
         opened, _, session = self._recall()
+        session.check_survivors(body)  # a question that would be refused must not use the one answer up
         self.site.answer_once(opened.federation_id, opened.round)
         try:
             reply = session.reveal(body)
@@ -286,35 +335,64 @@ class SiteParticipant:
             RoundError: theta is not the model that the record names.
         """
         closed = RoundClose.decode(body)
-        self._settle(closed, None)
+        fid = closed.federation_id
+        with self.site.ledger() as ledger:
+            self.dataset_root(fid)
+            if theta is not None:
+                self._check_model(closed, theta)
+            if closed.round in ledger.rounds(fid):  # one that dropped out has nothing to settle, but gets the model
+                self._settle(ledger, fid, closed.round + 1, closed)
+        self.memory.clear()  # the secrets of a round that is over
         if theta is not None:
-            if theta_hash(self.task.layout, theta) != closed.theta_hash:
-                raise refused("The final model is not the one that was committed.", Refusal.HASH_MISMATCH)
-            self.site.save_model(closed.federation_id, theta.astype("<f4").tobytes())
+            self.site.save_model(fid, theta.astype("<f4").tobytes())
         return Outgoing(ACK)
 
-    def _settle(self, closed: RoundClose, opened: RoundOpen | None) -> None:
-        """Record the outcome, forget the cached update. Spent stays spent whatever the outcome."""
-        if opened is not None and (
-            closed.federation_id != opened.federation_id
-            or closed.round >= opened.round
-            or (closed.round == opened.round - 1 and closed.theta_hash != opened.theta_hash)
-        ):
-            raise refused("The round does not follow from the one that was closed.", Refusal.HASH_MISMATCH)
-        if closed.outcome == Outcome.VOID:
+    def _check_model(self, closed: RoundClose, theta: np.ndarray) -> None:
+        fits = theta.dtype == np.float32 and theta.shape == (self.task.dimension,) and bool(np.isfinite(theta).all())
+        if not fits or theta_hash(self.task.layout, theta) != closed.theta_hash:
+            raise refused("The final model is not the one that was committed.", Refusal.HASH_MISMATCH)
+
+    def _check_parent(self, opened: RoundOpen, closed: RoundClose | None, was_there: bool) -> None:
+        """The round starts from the model that the round before it ended with.
+
+        One that took part in that round must be told its end; one that did not can only take the model as it comes.
+        """
+        known = self.site.last_closed(opened.federation_id)
+        told = (closed.round, closed.theta_hash) if closed is not None else None
+        if closed is not None and (closed.federation_id != opened.federation_id or closed.round >= opened.round):
+            raise refused("The closed round is not before the one that opens.", Refusal.HASH_MISMATCH)
+        for index, digest in filter(None, (known, told)):
+            if index == opened.round - 1 and digest != opened.theta_hash:
+                raise refused("The round does not follow from the one that was closed.", Refusal.HASH_MISMATCH)
+        if was_there and opened.round - 1 not in {index for index, _ in filter(None, (known, told))}:
+            raise refused("The end of the round before this one was not told.", Refusal.HASH_MISMATCH)
+        if known and told and known[0] == told[0] and known[1] != told[1]:
+            raise refused("The round was closed with another model before.", Refusal.HASH_MISMATCH)
+
+    def _settle(self, ledger: PrivacyLedger, fid: bytes, before: int, closed: RoundClose | None) -> None:
+        """Close what is open below round ``before`` and forget its cached updates. Spent stays spent.
+
+        A record closes a round only if it names the RoundOpen that this participant answered; rounds whose record is
+        missing are over all the same once a later one opens, and count as burnt.
+        """
+        if closed is not None and closed.outcome == Outcome.VOID:
             return  # it may be retried with the cached update
-        with self.site.ledger() as ledger:
-            # Rounds whose close never arrived are over too once a later one is.
-            for index in ledger.open_rounds(closed.federation_id):
-                if index > closed.round:
-                    continue
-                if ledger.state(closed.federation_id, index).state == "reserved":
-                    ledger.forfeit(closed.federation_id, index, "no update was written")
-                    self.site.discard_staged_state(closed.federation_id, index)
-                else:
-                    outcome = Outcome(closed.outcome) if index == closed.round else Outcome.BURNT
-                    ledger.close(closed.federation_id, index, outcome.name.lower())
-                self.site.delete_release(closed.federation_id, index)
+        for index in ledger.open_rounds(fid):
+            if index >= before:
+                continue
+            entry = ledger.state(fid, index)
+            if entry.state == "reserved":
+                self._forfeit(ledger, fid, index, "no update was written")
+                continue
+            outcome = Outcome.BURNT
+            if closed is not None and closed.round == index:
+                if entry.open_hash != closed.open_hash:
+                    raise refused("The record closes another round than the one answered here.", Refusal.HASH_MISMATCH)
+                outcome = Outcome(closed.outcome)
+            ledger.close(fid, index, outcome.name.lower())
+            self.site.delete_release(fid, index)
+        if closed is not None:
+            self.site.note_closed(fid, closed.round, closed.theta_hash)
 
     # ------------------------------------------------------------------ memory between stages
 

@@ -1,6 +1,6 @@
 """A site's own policy: what its operator allows. Judged before anything is computed; a run can only be stricter.
 
-The policy is a JSON or YAML file in the site's folder. A real site must have one; a simulated site writes its own at
+The policy is a JSON file in the site's folder. A real site must have one; a simulated site writes its own at
 first use (decision 4): lifetime = the run's target for the claimed guarantee, the other view unlimited.
 """
 
@@ -11,6 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.durable import atomic_write
@@ -23,17 +24,19 @@ POLICY_VERSION = 1
 
 @dataclass(frozen=True)
 class Policy:
-    """What one site allows, for ever (epsilons null: unlimited; that view is then not protected).
+    """What one site allows, for ever. At least one view has a budget, unless ``unlimited`` says that none is wanted.
 
-    ``max_epsilon_*`` at ``delta`` over the site's whole life; ``min_own_noise`` is the smallest own noise std over C;
-    ``min_survivors``, ``min_colluders`` and ``max_clip_norm`` bound what a RoundOpen may say; ``allow_replay`` is
-    written only by simulated sites. ``log_releases`` keeps a copy of every release (noised) at the site, for audits.
+    ``max_epsilon_*`` (null: this view is not limited) at ``delta`` hold over the site's whole life; ``min_own_noise``
+    is the smallest own noise std over C; ``min_survivors``, ``min_colluders``, ``min_roster``, ``max_clip_norm`` and
+    ``max_inner_steps`` bound what a RoundOpen may say; ``allow_replay`` is written only by simulated sites;
+    ``log_releases`` keeps a copy of every release (noised) at the site, for audits.
     """
 
     version: int = POLICY_VERSION
     max_epsilon_local: float | None = None
     max_epsilon_central: float | None = None
     delta: float = 1e-5
+    unlimited: bool = False
     allow_non_private: bool = False
     allow_replay: bool = False
     allow_two_party: bool = False
@@ -48,13 +51,20 @@ class Policy:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+            if isinstance(value, (int, float)) and not (0 <= value <= 1e300):
                 raise ConfigError(f"Policy: {f.name}={value!r} must be finite and >= 0.")
         if self.version != POLICY_VERSION:
             raise ConfigError(f"Policy version {self.version!r} is unknown; this release reads {POLICY_VERSION}.")
         if not 0 < self.delta < 1:
             raise ConfigError(f"Policy: delta={self.delta!r} must lie between 0 and 1.")
         finite = self.max_epsilon_local is not None or self.max_epsilon_central is not None
+        if not finite and not self.unlimited:
+            raise ConfigError(
+                "Policy: there is no lifetime budget.",
+                "Set max_epsilon_local or max_epsilon_central, or unlimited to true if none is wanted.",
+            )
+        if self.unlimited and finite:
+            raise ConfigError("Policy: unlimited contradicts a lifetime budget.", "Remove one of them.")
         if self.allow_non_private and finite:
             raise ConfigError(
                 "Policy: allow_non_private contradicts a finite lifetime budget (an update without noise spends all).",
@@ -105,12 +115,12 @@ def load_policy(path: Path) -> Policy:
         ConfigError: missing, unreadable, unknown or mistyped keys.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct)
     except FileNotFoundError as error:
         raise ConfigError(
             f"The site has no policy file {path}.", "Write one; without it nothing is released."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"The policy file {path} cannot be read: {error}.") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"The policy file {path} must hold one object.")
@@ -129,7 +139,17 @@ def load_policy(path: Path) -> Policy:
         )
         if not ok:
             raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type.")
+        if numeric and value is not None and type(default) is not int:
+            tree[name] = float(value) if abs(value) < 1e300 else math.inf
     return Policy(**tree)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys all differ: of two equal ones the last would silently win."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a rule stands there twice")
+    return found
 
 
 def simulated_policy(config: Config) -> Policy:
@@ -140,6 +160,7 @@ def simulated_policy(config: Config) -> Policy:
         max_epsilon_local=privacy.target_epsilon if privacy.enabled and not central else None,
         max_epsilon_central=privacy.target_epsilon if privacy.enabled and central else None,
         delta=privacy.target_delta,
+        unlimited=not privacy.enabled,
         allow_non_private=not privacy.enabled,
         allow_replay=True,
         allow_two_party=config.secagg.allow_two_party,

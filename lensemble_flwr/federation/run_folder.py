@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from lensemble_flwr.durable import append_fsync, atomic_write
-from lensemble_flwr.errors import ArtifactError, ConfigError, RoundError
+from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, RoundError
 from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lensemble_flwr.federation.records import RoundOpen
 
@@ -146,8 +146,11 @@ class RunFolder:
         # What follows the last newline was torn by a crash (append_round cuts it off): it never took effect.
         complete = path.read_bytes().split(b"\n")[:-1]
         try:
-            return [json.loads(line) for line in complete]
-        except ValueError as error:
+            records = [json.loads(line) for line in complete]
+            if any(r["round"] != i or not bytes.fromhex(r["close"]) for i, r in enumerate(records)):
+                raise ValueError("the rounds are not in order")
+            return records
+        except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"A line of {path} is damaged: {error}.", "Restore it from a backup.") from error
 
     def append_round(self, record: dict[str, Any]) -> None:
@@ -171,7 +174,24 @@ class RunFolder:
         return save_checkpoint(self.checkpoint_path(checkpoint.round), checkpoint)
 
     def load_checkpoint(self, index: int) -> Checkpoint:
-        return load_checkpoint(self.checkpoint_path(index))
+        """The checkpoint before round ``index``, held against the records of this run.
+
+        Raises:
+            CheckpointIntegrityError: damaged, or of another round or run.
+        """
+        checkpoint = load_checkpoint(self.checkpoint_path(index))
+        records = self.rounds()
+        expected = records[index - 1].get("checkpoint") if 0 < index <= len(records) else None
+        if (
+            checkpoint.round != index
+            or checkpoint.federation_id != self.federation_id
+            or (expected is not None and checkpoint.content_hash().hex() != expected)
+        ):
+            raise CheckpointIntegrityError(
+                f"{self.checkpoint_path(index).name} is not the checkpoint that this run wrote there.",
+                "Restore the output folder from a backup.",
+            )
+        return checkpoint
 
     # ------------------------------------------------------------------ the round under way
 
@@ -194,7 +214,10 @@ class RunFolder:
     def next_attempt(self, index: int) -> int:
         """Count an attempt before it starts; numbers are never used twice."""
         path = self._round(index) / "attempt"
-        attempt = int(path.read_text()) + 1 if path.is_file() else 1
+        try:
+            attempt = int(path.read_text()) + 1 if path.is_file() else 1
+        except ValueError as error:
+            raise ArtifactError(f"{path} is damaged.", "Restore the output folder from a backup.") from error
         atomic_write(path, str(attempt).encode(), mode=0o644)
         return attempt
 
@@ -209,7 +232,8 @@ class RunFolder:
         """fsync the verified sum before it is used."""
         buffer = io.BytesIO()
         survivors = np.frombuffer(b"".join(stored.survivors), np.uint8)
-        np.savez(buffer, total=stored.total, survivors=survivors)
+        digest = np.frombuffer(stored.digest(), np.uint8)
+        np.savez(buffer, total=stored.total, survivors=survivors, digest=digest)
         atomic_write(self._round(index) / "sum.npz", buffer.getvalue(), mode=0o644)
 
     def stored_sum(self, index: int) -> StoredSum | None:
@@ -219,11 +243,17 @@ class RunFolder:
             return None
         try:
             with np.load(path) as file:
-                raw = file["survivors"].tobytes()
-                total = file["total"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ArtifactError(f"The stored sum {path} is damaged: {error}.") from error
-        return StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)))
+                raw, total, digest = file["survivors"].tobytes(), file["total"], file["digest"].tobytes()
+            if total.dtype != np.int64 or total.ndim != 1 or len(raw) % 32:
+                raise ValueError("not a sum")
+            stored = StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)))
+            if stored.digest() != digest:
+                raise ValueError("its digest does not match")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ArtifactError(
+                f"The stored sum {path} is damaged: {error}.", "Delete it: the round is then burnt at --resume."
+            ) from error
+        return stored
 
     def finish_round(self, index: int) -> None:
         """Drop the state of a round whose record is written."""

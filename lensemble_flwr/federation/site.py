@@ -51,12 +51,16 @@ class Site:
         Raises:
             ArtifactError: the folder cannot be written.
         """
+        if cls.exists(folder):
+            raise ConfigError(f"There is a site in {folder} already.", "Use it, or choose another folder.")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in ("answered", "releases", "local", "models"):
                 (folder / name).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ArtifactError(f"The site folder {folder} cannot be written: {error.strerror}.") from error
+        for name in ("ledger.jsonl", "ledger.head"):  # of a creation that broke off: without a key nothing left here
+            (folder / name).unlink(missing_ok=True)
         private = Ed25519PrivateKey.generate()
         atomic_write(folder / "site.secret", secrets.token_bytes(32))
         save_policy(folder / "policy.json", policy)
@@ -101,20 +105,41 @@ class Site:
             SecureAggregationError: it was answered (or about to be) before; a second answer could let colluders
                 subtract two sums.
         """
-        path = self.folder / "answered" / f"{federation_id.hex()}-{round_index}"
+        if not self._only_once("answered", f"{federation_id.hex()}-{round_index}"):
+            raise SecureAggregationError(f"Round {round_index} was already answered.", cause="already_revealed")
+
+    def mask_once(self, federation_id: bytes, round_index: int, session: bytes) -> None:
+        """Persist that this session is about to mask a vector.
+
+        Args:
+            federation_id, round_index: the round, so that :meth:`delete_release` can tidy up.
+            session: the session's state before it masks; only a hash of it is kept.
+
+        Raises:
+            SecureAggregationError: it masked before; the masks of one session protect one vector.
+        """
+        name = f"{federation_id.hex()}-{round_index}-{hashlib.sha256(session).hexdigest()}"
+        if not self._only_once("masked", name):
+            raise SecureAggregationError("This session has masked a vector before.", cause="wrong_state")
+
+    def _only_once(self, folder: str, name: str) -> bool:
+        """Create an empty file durably; False if it was there. Atomic between processes."""
+        path = self.folder / folder / name
         try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError as error:
-            raise SecureAggregationError(
-                f"Round {round_index} was already answered.", cause="already_revealed"
-            ) from error
+        except FileExistsError:
+            return False
         except OSError as error:
-            raise ArtifactError(f"The site cannot record its answer: {error.strerror}.") from error
+            raise ArtifactError(
+                f"The site cannot write {path}: {error.strerror}.", "Free space, then resume."
+            ) from error
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
         sync_folder(path.parent)
+        return True
 
     def answered(self, federation_id: bytes, round_index: int) -> bool:
         """Whether this round's unmask question was answered."""
@@ -146,6 +171,35 @@ class Site:
     def delete_release(self, federation_id: bytes, round_index: int) -> None:
         """Forget a cached update once its round is over."""
         self._release_path(federation_id, round_index).unlink(missing_ok=True)
+        for path in (self.folder / "masked").glob(f"{federation_id.hex()}-{round_index}-*"):
+            path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ what was told about a federation
+
+    def dataset_root(self, federation_id: bytes) -> bytes | None:
+        """The root that this site joined a federation with, or None."""
+        path = self.folder / "federations" / f"{federation_id.hex()}.root"
+        root = path.read_bytes() if path.is_file() else b""
+        return root if len(root) == 32 else None
+
+    def keep_dataset_root(self, federation_id: bytes, root: bytes) -> None:
+        """Fix the root of a federation."""
+        (self.folder / "federations").mkdir(mode=0o700, exist_ok=True)
+        atomic_write(self.folder / "federations" / f"{federation_id.hex()}.root", root)
+
+    def last_closed(self, federation_id: bytes) -> tuple[int, bytes] | None:
+        """(round, hash of the model after it) of the last round whose end this site was told."""
+        path = self.folder / "federations" / f"{federation_id.hex()}.closed"
+        content = path.read_bytes() if path.is_file() else b""
+        return (int.from_bytes(content[:4], "big"), content[4:]) if len(content) == 36 else None
+
+    def note_closed(self, federation_id: bytes, round_index: int, theta_hash: bytes) -> None:
+        """Remember how a round ended, unless a later one is remembered."""
+        known = self.last_closed(federation_id)
+        if known is None or known[0] < round_index:
+            (self.folder / "federations").mkdir(mode=0o700, exist_ok=True)
+            content = round_index.to_bytes(4, "big") + theta_hash
+            atomic_write(self.folder / "federations" / f"{federation_id.hex()}.closed", content)
 
     # ------------------------------------------------------------------ local training state
 

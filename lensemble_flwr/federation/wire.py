@@ -160,6 +160,8 @@ def refusal_for(error: BaseException) -> Refusal:
     own = getattr(error, "refusal", None)
     if isinstance(own, Refusal):
         return own
+    if isinstance(error, LedgerError) and error.fields.get("busy"):
+        return Refusal.BUSY
     for kind, code in _BY_ERROR:
         if isinstance(error, kind):
             return code

@@ -484,6 +484,7 @@ def lock(path: Path, timeout_s: float) -> int:
             raise LedgerError(
                 f"The privacy ledger {path} is in use by another process.",
                 "Wait for it to end; two processes must never be the same participant at once.",
+                busy=True,
             )
         time.sleep(_POLL_S)
 

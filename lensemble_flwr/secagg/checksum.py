@@ -1,7 +1,8 @@
 """The integer checksum: a public linear hash of the payload, taken over the integers and not in the ring.
 
-A member computes c = sum_j r_j q_j mod 2^64 over its payload q before masking, masks c modulo 2^tail_bits and sends
-it as the tail of its vector. The coordinator compares the sum of the c with the hash of the sum. Since r_j is odd and
+A member computes c = sum_j r_j q_j mod 2^64 over its payload q before masking, masks c modulo 2^64 and sends it
+as the tail of its vector (zero-padded where the lanes hold more: a sum over the integers would show how large the
+summands were). The coordinator compares the sum of the c with the hash of the sum. Since r_j is odd and
 2^64 is larger than the ring, one wrong coordinate is always noticed, one that wrapped around the ring included; of
 faults in several, about 2^-64 (2^-31 if all are wraps of the largest ring) pass. The weights are public: this catches
 faults, not a member that lies about c, which can only make the round fail.
@@ -24,7 +25,8 @@ from lensemble_flwr.secagg import keystream
 from lensemble_flwr.secagg.ring import RingParams
 
 COLUMNS = 1 << 12
-_MODULUS = 1 << 64
+BITS = 64
+_MODULUS = 1 << BITS
 
 
 @dataclass(frozen=True)
@@ -68,5 +70,5 @@ def total(terms: list[int]) -> int:
 
 
 def matches(claimed: int, terms: list[int]) -> bool:
-    """`claimed` is the sum of the members' checksums mod 2^tail_bits, tail_bits >= 64."""
+    """`claimed` is the sum of the members' checksums mod 2^64."""
     return claimed % _MODULUS == total(terms)

@@ -101,6 +101,29 @@ class ClientSession:
         )
         return wire.pack(Stage.SHARES, t1, transcript.commitment(t1, seed), *envelopes)
 
+    def check_envelopes(self, envelopes: bytes) -> None:
+        """Everything that :meth:`masked` checks in its message, without masking: before anything costly is done.
+
+        Raises:
+            SecureAggregationError: as :meth:`masked`. Nothing changes either way.
+        """
+        self._unsealed(self._expect(state.Shared), envelopes)
+
+    def _unsealed(self, shared: state.Shared, envelopes: bytes) -> tuple[tuple[int, ...], dict[int, bytes]]:
+        """(U2, {position: the pair of shares that it dealt to this member})."""
+        params = self._params
+        u2, body = wire.unpack_with_members(envelopes, Stage.ENVELOPES, shared.t1, params.n)
+        self._require_self(u2)
+        if not set(u2) <= set(shared.u1):
+            raise _inconsistent("The coordinator names a sender of shares that never sent keys.")
+        params.require_enough(len(u2), "sent shares")
+        peers = [j for j in u2 if j != self._position]
+        pairs = {self._position: bytes(shared.own_shares)}
+        for j, sealed in wire.split_evenly(body, peers, wire.ENVELOPE_BYTES).items():
+            context = envelope.context(shared.t1, params.identity(j), self._identity)
+            pairs[j] = envelope.unseal(shared.envelope_keys[j], sealed, context, self._name(j))
+        return u2, pairs
+
     def masked(self, envelopes: bytes, q: npt.NDArray[Any], *, out: Lanes | None = None, threads: int = 1) -> Lanes:
         """Stage 3: the payload under one mask per member of U2 and one of its own.
 
@@ -121,16 +144,8 @@ class ClientSession:
                 below_threshold, below_min_survivors, malformed_update (q or out), malformed_message, wrong_state.
         """
         shared, params = self._expect(state.Shared), self._params
-        u2, body = wire.unpack_with_members(envelopes, Stage.ENVELOPES, shared.t1, params.n)
-        self._require_self(u2)
-        if not set(u2) <= set(shared.u1):
-            raise _inconsistent("The coordinator names a sender of shares that never sent keys.")
-        params.require_enough(len(u2), "sent shares")
+        u2, pairs = self._unsealed(shared, envelopes)
         peers = [j for j in u2 if j != self._position]
-        pairs = {self._position: bytes(shared.own_shares)}
-        for j, sealed in wire.split_evenly(body, peers, wire.ENVELOPE_BYTES).items():
-            context = envelope.context(shared.t1, params.identity(j), self._identity)
-            pairs[j] = envelope.unseal(shared.envelope_keys[j], sealed, context, self._name(j))
 
         if out is None:
             out = np.empty(params.ring.padded, params.ring.lane)
@@ -139,6 +154,25 @@ class ClientSession:
         masking.mask(out, q, params.ring, shared.t1, plus, minus, threads)
         self._advance(state.Masked(shared.t1, {j: bytearray(pairs[j]) for j in u2}))
         return out
+
+    def check_survivors(self, survivors: bytes) -> tuple[int, ...]:
+        """Everything that :meth:`reveal` checks, without revealing: before the caller records that it answers.
+
+        Returns:
+            U3, roster positions.
+
+        Raises:
+            SecureAggregationError: as :meth:`reveal`. Nothing changes either way.
+        """
+        if self._state.phase is state.Phase.REVEALED:
+            raise SecureAggregationError("This member has answered for this round.", cause="already_revealed")
+        held, params = self._expect(state.Masked), self._params
+        u3, _ = wire.unpack_with_members(survivors, Stage.SURVIVORS, held.t1, params.n)
+        self._require_self(u3)
+        if not set(u3) <= set(held.shares):
+            raise _inconsistent("The coordinator names a survivor that never sent shares.")
+        params.require_enough(len(u3), "survived")
+        return u3
 
     def reveal(self, survivors: bytes) -> bytes:
         """Stage 4, once: for each member of U2 one share, of its seed if it survived, of its mask key if not.
@@ -156,12 +190,7 @@ class ClientSession:
         """
         if self._state.phase is state.Phase.REVEALED:
             raise SecureAggregationError("This member has answered for this round.", cause="already_revealed")
-        held, params = self._expect(state.Masked), self._params
-        u3, _ = wire.unpack_with_members(survivors, Stage.SURVIVORS, held.t1, params.n)
-        self._require_self(u3)
-        if not set(u3) <= set(held.shares):
-            raise _inconsistent("The coordinator names a survivor that never sent shares.")
-        params.require_enough(len(u3), "survived")
+        held, u3 = self._expect(state.Masked), self.check_survivors(survivors)
         revealed = [bytes(pair[:_SHARE] if j in u3 else pair[_SHARE:]) for j, pair in held.shares.items()]
         t1 = held.t1
         self._advance(state.Closed(state.Phase.REVEALED))

@@ -123,7 +123,7 @@ def unmask(
 
     terms = keystream.for_each(one, ring.segments, threads)
     claimed = _read_tail(total, ring) + _tail_mask(ring, plus, minus)
-    if not checksum.matches(claimed % (1 << ring.tail_bits), terms):
+    if not checksum.matches(claimed % (1 << checksum.BITS), terms):
         raise _unbalanced("The checksum of the sum is not the sum of the checksums.")
     return opened
 
@@ -163,5 +163,7 @@ def _read_tail(vector: Lanes, ring: RingParams) -> int:
 
 
 def _write_tail(vector: Lanes, ring: RingParams, value: int) -> None:
+    """Modulo 2^64, also where the lanes have room for more: a carry beyond would tell how large the summands were."""
+    value %= 1 << checksum.BITS
     for index in range(ring.tail_lanes):
         vector[ring.body + index] = value >> (index * ring.bits) & ((1 << ring.bits) - 1)

@@ -62,7 +62,9 @@ class InProcess:
         task = member.task or self.task
         return SiteParticipant(member.site, self.config, task, member.partition, member.memory, Runtime(True))
 
-    def exchange(self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float) -> dict[int, Reply]:
+    def exchange(
+        self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float, max_bytes: int = 0
+    ) -> dict[int, Reply]:
         replies = {}
         for node, fields in requests.items():
             verdict = self.before(stage, node, fields)

@@ -96,23 +96,52 @@ def test_a_refusal() -> None:
         np.zeros((2, 2), np.uint8),
         np.zeros(3, np.float64),
         np.zeros(3, np.int64),
+        np.zeros(3, ">f4"),
+        np.zeros(3, [("a", "f4")]),
         np.array(["a"]),
     ],
 )
 def test_a_vector_of_another_kind_is_none(array: np.ndarray) -> None:
-    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(array)})})) is None
+    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(array)})}), 1000) is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+@pytest.mark.parametrize("size", [1, 3, 9, 10, 100, 12345])
+def test_a_vector_survives_the_wire(dtype: type, size: int) -> None:
+    value = np.arange(size).astype(dtype)
+    content = RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(value)})})
+    np.testing.assert_array_equal(read_vector(content, value.nbytes), value)
+    assert read_vector(content, value.nbytes - 1) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"PK\x03\x04" + bytes(200),
+        b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + b"{'descr': '|u1', 'shape': (10**13,)}".ljust(118),
+        b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + (b"-" * 117 + b"1"),
+        b"\x93NUMPY\x03\x00" + bytes(300),
+        b"\x93NUMPY\x01\x00\xff\xff" + bytes(50),
+    ],
+)
+@pytest.mark.parametrize("stype", ["numpy.ndarray", "other", ""])
+def test_hostile_bytes_are_none(data: bytes, stype: str) -> None:
+    array = Array(dtype="uint8", shape=(10,), stype=stype, data=data)
+    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: array})}), 1000) is None
 
 
 def test_a_vector_over_the_size_is_refused_before_it_is_parsed() -> None:
     content = RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(np.zeros(10_000, np.uint8))})})
     assert read_vector(content, max_bytes=100) is None
-    assert read_vector(content) is not None
+    assert read_vector(content, max_bytes=10_000) is not None
 
 
 def test_damaged_array_bytes() -> None:
     array = Array(np.zeros(100, np.uint8))
     damaged = Array(dtype="uint8", shape=(100,), stype=array.stype, data=array.data[:50])
-    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: damaged})})) is None
+    assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: damaged})}), 100) is None
 
 
 def test_the_strategy_has_no_other_way_in() -> None:
