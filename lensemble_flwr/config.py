@@ -244,10 +244,22 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The public warm start: trained steps and seed, or the hash (hex) of the file every site must hold."""
+    """The public warm start: trained steps, its weight of SIGReg, and the hash (hex) of the file every site must hold.
+
+    ``lambda_sig`` is not the participants' (``objective.lambda_sig``): theirs see a part of the world only, and SIGReg
+    would spread that part over the whole latent.
+    """
 
     steps: int
+    lambda_sig: float
     sha256: str | None
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, f"warmstart.steps must be at least 1, not {self.steps}.")
+        _require(
+            math.isfinite(self.lambda_sig) and self.lambda_sig >= 0,
+            f"warmstart.lambda_sig must be finite and >= 0, not {self.lambda_sig!r}.",
+        )
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class WorldTask:
             public.key(),
             to_plain(self.model_spec),
             to_plain(self.warm_spec),
-            self.config.objective.lambda_sig,
+            self.config.warmstart.lambda_sig,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -173,7 +173,7 @@ class WorldTask:
                     self.model_spec,
                     {body: (_head_spec(self.data, body), _trajectories(self.data.public(body))) for body in bodies},
                     self.warm_spec,
-                    ObjectiveSpec(lambda_sig=self.config.objective.lambda_sig),
+                    ObjectiveSpec(lambda_sig=self.config.warmstart.lambda_sig),
                     progress=lambda done, total, figures: tell("training the public warm start", done, total),
                     threads=1,  # the same bytes whatever the machine's cores, and two gain little at this size
                 )
