@@ -36,8 +36,8 @@ CAPTURE = '''
 import os, pickle
 from strategies.grid_transport import GridTransport
 _exchange = GridTransport.exchange
-def exchange(self, stage, requests, timeout):
-    replies = _exchange(self, stage, requests, timeout)
+def exchange(self, stage, requests, timeout, max_bytes=0):
+    replies = _exchange(self, stage, requests, timeout, max_bytes)
     with open(os.environ["CAPTURE"], "ab") as file:
         for node, reply in replies.items():
             size = None if reply.vector is None else (reply.vector.dtype.str, reply.vector.shape)
