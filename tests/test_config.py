@@ -58,6 +58,46 @@ def test_mistakes_are_one_clear_line(overrides: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["output_dir", "model.name"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:SITE_SECRET}",
+        "'${oc.env:SITE_SECRET}'",
+        r"$\{oc.env\:SITE_SECRET\}",
+        r"$\{oc.env\:SITE_SECRET}",
+        r"'$\{oc.env:SITE_SECRET}'",
+        '"$""{oc.env:SITE_SECRET}"',
+    ],
+)
+def test_no_spelling_reads_the_environment(monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
+    """Neither into a value nor into the error's text, which whoever submits the run may see."""
+    monkeypatch.setenv("SITE_SECRET", "hunter2")
+    try:
+        seen = repr(load_config([f"{key}={value}"]))
+    except ConfigError as error:
+        seen = str(error)
+    assert "hunter2" not in seen
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        " hydra.searchpath=[file:///x]",
+        "\thydra.run.dir=/x",
+        "'hydra.run.dir'=/x",
+        "@hydra.run.dir=/x",
+        "hydra@other=default",
+        "override hydra/launcher=basic",
+        "data=../../../../x/evil",
+        "data=/x/evil",
+    ],
+)
+def test_no_spelling_reaches_hydra_or_other_files(override: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config([override])
+
+
 def test_unbalanced_quotes() -> None:
     with pytest.raises(ConfigError, match="quotes"):
         load_config("seed='1")

@@ -72,6 +72,7 @@ def test_anything_else_becomes_a_refusal(handled: Any) -> None:
     [
         (PrivacyBudgetExceeded("secret 17"), Refusal.BUDGET),
         (LedgerError("secret 17"), Refusal.LEDGER),
+        (LedgerError("secret 17", busy=True), Refusal.BUSY),
         (PolicyViolation("secret 17"), Refusal.POLICY),
         (SecureAggregationError("secret 17", cause="bad_signature"), Refusal.PROTOCOL),
         (refused("secret 17", Refusal.STALE), Refusal.STALE),

@@ -108,7 +108,7 @@ def test_a_vector_of_another_kind_is_none(array: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 @pytest.mark.parametrize("size", [1, 3, 9, 10, 100, 12345])
 def test_a_vector_survives_the_wire(dtype: type, size: int) -> None:
-    value = np.arange(size).astype(dtype)
+    value: np.ndarray = np.arange(size).astype(dtype)
     content = RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(value)})})
     np.testing.assert_array_equal(read_vector(content, value.nbytes), value)
     assert read_vector(content, value.nbytes - 1) is None
@@ -130,6 +130,18 @@ def test_a_vector_survives_the_wire(dtype: type, size: int) -> None:
 def test_hostile_bytes_are_none(data: bytes, stype: str) -> None:
     array = Array(dtype="uint8", shape=(10,), stype=stype, data=data)
     assert read_vector(RecordDict({ARRAYS: ArrayRecord({VECTOR: array})}), 1000) is None
+
+
+def test_a_hostile_vector_does_not_stop_the_exchange() -> None:
+    def answer(message: Message) -> Message:
+        kind = "numpy.ndarray" if message.metadata.dst_node_id == 1 else "nonsense"
+        array = Array(dtype="uint8", shape=(4,), stype=kind, data=b"PK\x03\x04")
+        content = RecordDict({FIELDS: ConfigRecord({BODY: b"root"}), ARRAYS: ArrayRecord({VECTOR: array})})
+        return Message(content, reply_to=message)
+
+    transport = GridTransport(FakeGrid(answer))  # type: ignore[arg-type]
+    replies = transport.exchange(Stage.TRAIN, {n: {BODY: b"x"} for n in (1, 2)}, timeout=7.0, max_bytes=100)
+    assert [(n, r.body, r.vector) for n, r in sorted(replies.items())] == [(1, b"root", None), (2, b"root", None)]
 
 
 def test_a_vector_over_the_size_is_refused_before_it_is_parsed() -> None:
