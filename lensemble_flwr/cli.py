@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import sys
 import time
@@ -67,10 +68,20 @@ def _run(argv: Sequence[str]) -> int:
         config = load_config(overrides)
         folder = _new_folder(config)
         overrides = [*(o for o in overrides if not o.startswith("output_dir=")), f"output_dir={_hydra(str(folder))}"]
+        if arguments.superlink is None:
+            sites = _sites_of_run(config, folder)
+            kept = [o for o in overrides if not o.startswith("federation.sites_dir=")]
+            overrides = [*kept, f"federation.sites_dir={_hydra(str(sites))}"]
+        config = load_config(overrides)
     if arguments.resume is None:
         _print_preflight(config)
+    elif _completed(folder):
+        print(f"The run in {folder} is complete; there is nothing to resume.")
+        return EXIT_OK
     _make_folder(folder)
     print(f"Output: {folder}", flush=True)
+    if arguments.superlink is None:
+        print(f"Sites:  {config.federation.sites_dir} (simulated: keys, ledgers, own logs)", flush=True)
     try:
         log = open(folder / LOG_NAME, "a", encoding="utf-8")
     except OSError as error:
@@ -202,6 +213,7 @@ def _print_preflight(config: Config) -> None:
     found = run_preflight(config, _preparing)
     print(found.text(short=True), flush=True)
     found.refuse_if_hopeless()
+    found.refuse_if_spent()
 
 
 def _preparing(what: str, done: int, total: int) -> None:
@@ -234,6 +246,47 @@ def _hydra(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./-]+", value):
         return value
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
+
+
+def _sites_of_run(config: Config, folder: Path) -> Path:
+    """Absolute folder of the simulated sites: the one that was asked for, or a fresh one; writable, and not shared.
+
+    A fresh name each time: an output folder's name can come again, and ledgers never start anew.
+
+    Raises:
+        ConfigError: below the output folder. ArtifactError: it cannot be written.
+    """
+    from lensemble_flwr.home import home
+
+    if config.federation.sites_dir is not None:
+        sites = Path(config.federation.sites_dir).expanduser().absolute()
+    else:
+        sites = home() / "sites" / f"{folder.name}-{secrets.token_hex(4)}"
+    if sites.is_relative_to(folder):
+        raise ConfigError(
+            f"federation.sites_dir={sites} lies below the output folder {folder}.",
+            "Sites hold keys and ledgers, outputs are shared: choose another folder.",
+        )
+    try:
+        sites.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = sites / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ArtifactError(
+            f"The folder of the sites, {sites}, cannot be written: {error.strerror}.",
+            "Choose another federation.sites_dir.",
+        ) from error
+    return sites
+
+
+def _completed(folder: Path) -> bool:
+    import json
+
+    try:
+        return json.loads((folder / "manifest.json").read_text())["status"] == "completed"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _new_folder(config: Config) -> Path:
@@ -323,6 +376,7 @@ class Display:
         self._out, self._log, self._verbose, self._clock = out, log, verbose, clock
         self._live = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._metrics: list[str] | None = None
+        self._headline: str | None = None
         self._now, self._since, self._drawn = "", clock(), False
         self._doing("starting Flower")
 
@@ -375,7 +429,13 @@ class Display:
     def _on_stopping(self, event: dict[str, Any]) -> None:
         self._print("Stopping after this stage; once more stops at once.")
 
+    def _on_resumed(self, event: dict[str, Any]) -> None:
+        self._print(
+            f"rounds 0 to {event.get('rounds', 1) - 1} are done; the run goes on with round {event.get('rounds')}"
+        )
+
     def _on_start(self, event: dict[str, Any]) -> None:
+        self._headline = event.get("headline")
         self._row(event.get("metrics") or {}, "start")
 
     def _on_round_open(self, event: dict[str, Any]) -> None:
@@ -404,7 +464,7 @@ class Display:
         if self._metrics is None:
             from lensemble_flwr.reporting.metrics import ordered
 
-            shown = ordered(metrics)[:2]
+            shown = sorted(ordered(metrics), key=lambda metric: metric.name != self._headline)[:2]
             self._metrics = [metric.name for metric in shown]
             head = ["round", "outcome", "in sum", "eps central", "eps local", "MB", "time", *(m.short for m in shown)]
             self._widths = [max(len(h), w) for h, w in zip(head, (5, 9, 7, 8, 8, 8, 8, 8, 8), strict=False)]

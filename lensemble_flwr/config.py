@@ -76,6 +76,9 @@ class FederationConfig:
             2 <= self.min_participants <= self.participants,
             f"federation.min_participants={self.min_participants} must lie between 2 and "
             f"federation.participants={self.participants}.",
+            f"For {self.participants} participants set also, for example, "
+            f"federation.min_participants={max(3, math.ceil(0.8 * self.participants))} "
+            f"secagg.min_survivors={max(3, math.ceil(0.8 * self.participants))}.",
         )
         _positive("federation.timeout_s", self.timeout_s)
         _positive("federation.join_timeout_s", self.join_timeout_s)

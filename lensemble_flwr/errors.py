@@ -162,6 +162,12 @@ class RoundError(LensembleError):
     code = "ROUND"
 
 
+class RunStopped(RoundError):
+    """Somebody asked the run to stop; it ended between two rounds and can be resumed."""
+
+    code = "STOPPED"
+
+
 class FaultToleranceExceeded(RoundError):
     """Fewer participants joined than the federation needs."""
 

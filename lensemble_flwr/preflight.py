@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from lensemble_flwr.config import Config
-from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.errors import ConfigError, PrivacyBudgetExceeded
 from lensemble_flwr.federation.claim_inputs import claims_of
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
 from lensemble_flwr.federation.records import Guarantee
@@ -65,9 +65,20 @@ class Preflight:
                 self._what_would_do() + " Or run it all the same with privacy.accept_noise=true.",
             )
 
+    def refuse_if_spent(self) -> None:
+        """Raises PrivacyBudgetExceeded when the sites' ledgers allow no round at all."""
+        if self.left == 0 and self.config.privacy.on_exhausted == "stop":
+            sites = self.config.federation.sites_dir
+            raise PrivacyBudgetExceeded(
+                f"The sites in {sites} have spent their budget in earlier runs: not one more round of this kind fits.",
+                f"See lensemble ledger show {sites}/site-0000; use other sites (federation.sites_dir), or raise the "
+                "budget in each site's policy.json.",
+                round=0,
+            )
+
     def _evidence(self) -> str:
         if self.rehearsal is not None:
-            return f" (on public data it adds {_percent(self.rehearsal.cost)} to {self.rehearsal.metric})"
+            return f" (on public data it adds {_percent(self.rehearsal.cost)} of the start's {self.rehearsal.metric})"
         return f" (expected signal-to-noise {self.ratio:.2g}, below {REFUSE})"
 
     def _what_would_do(self) -> str:
@@ -82,7 +93,9 @@ class Preflight:
 
         participants = fewest_participants(std, plan.dimension, plan.clip_norm)
         dimension = largest_dimension(plan.n, plan.noise_std, plan.clip_norm)
-        options = [f"about {participants:,} participants", f"at most {dimension:,} federated weights"]
+        options = [f"about {participants:,} participants"]
+        if dimension:
+            options.append(f"at most {dimension:,} federated weights")
         if plan.guarantee == Guarantee.LOCAL:
             options.append("privacy.guarantee=central")
         return (
@@ -143,7 +156,9 @@ class Preflight:
             if privacy.claim:
                 verdict = "holds" if grade else "does not hold: " + "; ".join(why_not)
                 lines.append(f"privacy.claim = {', '.join(privacy.claim)}: {verdict}")
-        if self.hopeless:
+        if self.hopeless and self.config.privacy.accept_noise:
+            lines.append(f"The noise may drown what is learnt{self._evidence()}; accepted by privacy.accept_noise.")
+        elif self.hopeless:
             lines.append(f"The noise is expected to drown what is learnt{self._evidence()}. {self._what_would_do()}")
         return "\n".join(lines)
 
@@ -162,7 +177,7 @@ class Preflight:
     @staticmethod
     def _rehearsal_line(rehearsal: Rehearsal) -> str:
         return (
-            f"rehearsal on public data: {rehearsal.verdict}, noise adds {_percent(rehearsal.cost)} to "
+            f"rehearsal on public data: {rehearsal.verdict}, noise adds {_percent(rehearsal.cost)} of the start's "
             f"{rehearsal.metric} ({rehearsal.start:.3g} at the start, {rehearsal.noiseless:.3g} without noise, "
             f"{rehearsal.noisy:.3g} with); signal-to-noise there {rehearsal.signal_to_noise:.2g}, median norm of an "
             f"update {rehearsal.median_norm:.3g}"
@@ -194,12 +209,12 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
     task.prepare(progress)
     plan = make_plan(config, config.federation.participants, task.dimension)
     opened = _specimen(config, plan, None)
-    rehearsal, update_seconds = None, 0.0
+    rehearsal, update_seconds = None, math.inf
+    for _ in range(3):  # the first builds and encodes what later ones find
+        started = time.monotonic()
+        task.public_update(task.initial(), 0, plan.n, steps=config.diloco.inner_steps, sketch_seed=0)
+        update_seconds = min(update_seconds, time.monotonic() - started)
     if config.privacy.enabled:
-        for _ in range(2):  # the first builds and encodes what later ones find
-            started = time.monotonic()
-            task.public_update(task.initial(), 0, plan.n, steps=config.diloco.inner_steps, sketch_seed=0)
-            update_seconds = time.monotonic() - started
         if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:
             rehearsal = rehearse(task, config, plan, progress)
             update_seconds = rehearsal.update_seconds
@@ -209,8 +224,6 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         4 * (_EXCHANGE_S + plan.n * _MESSAGE_S) + plan.n * update_seconds / cores
     )
     source = "local step timed here, Flower's cost as measured on two cores"
-    if not update_seconds:
-        source = "without training: nothing was timed"
     return Preflight(
         config=config,
         plan=plan,
@@ -259,7 +272,7 @@ def _number(epsilon: float) -> str:
 
 
 def _percent(cost: float) -> str:
-    return f"{100 * cost:+.1f} %" if math.isfinite(cost) else "infinitely much"
+    return f"{100 * cost:+.1f} %" if cost < 10 else "more than ten times"
 
 
 def _bytes(count: float) -> str:

@@ -23,6 +23,7 @@ from lensemble_flwr.errors import (
     LensembleError,
     PrivacyBudgetExceeded,
     RoundError,
+    RunStopped,
     SecureAggregationError,
 )
 from lensemble_flwr.federation.checkpoint import Checkpoint
@@ -159,6 +160,8 @@ class Coordinator:
         checkpoint = self._restore()
         last_close = self._replay(checkpoint)
         checkpoint = self._restore()
+        if checkpoint.round:
+            self.on_event("resumed", {"rounds": checkpoint.round})
         try:
             self._join()
             roots = sorted(m.dataset_root.hex() for m in self.members.values())
@@ -166,7 +169,8 @@ class Coordinator:
             burnt = 0
             while checkpoint.round < self.config.diloco.rounds:
                 if self.stop_asked():
-                    raise RoundError("The run was asked to stop.", "To go on: lensemble run --resume DIR.")
+                    where = f"To go on: lensemble run --resume {self.folder.path}"
+                    raise RunStopped("The run was asked to stop and ended between two rounds.", where)
                 self._refresh()
                 outcome, last_close = self._round(checkpoint, last_close)
                 burnt = burnt + 1 if outcome == Outcome.BURNT else 0
@@ -216,11 +220,9 @@ class Coordinator:
         """End a round that an earlier process left open: replay its stored sum, or burn it (design: section 3)."""
         index = checkpoint.round
         opened = self.folder.opened(index)
-        records = self.folder.rounds()
+        closes = _closes(self.folder.rounds())
         if opened is None:
-            if not records:
-                return None
-            return RoundClose.decode(bytes.fromhex(records[-1]["close"]))
+            return closes[-1] if closes else None
         stored = self.folder.stored_sum(index)
         if stored is not None:
             self._check_stored(opened, stored)
@@ -228,7 +230,7 @@ class Coordinator:
             return self._commit(checkpoint, opened, stored, {"replayed": True, "seconds": None})
         if self.folder.asked(index):
             return self._burn(checkpoint, opened, "the coordinator died after asking for shares")
-        return RoundClose.decode(bytes.fromhex(records[-1]["close"])) if records else None
+        return closes[-1] if closes else None
 
     @staticmethod
     def _check_stored(opened: RoundOpen, stored: StoredSum) -> None:
@@ -253,7 +255,8 @@ class Coordinator:
         federation = self.config.federation
         # A simulation has all its nodes from the start; waiting longer would only hide a wrong number of SuperNodes.
         patience = 5.0 if self.transport.simulation else federation.join_timeout_s
-        deadline = self.clock() + min(patience, federation.join_timeout_s)
+        began = self.clock()
+        deadline = began + min(patience, federation.join_timeout_s)
         while True:
             self._refresh()
             have = len(self.members)
@@ -261,22 +264,23 @@ class Coordinator:
             if have >= federation.participants or (self.clock() >= deadline and have >= federation.min_participants):
                 return
             if self.clock() >= deadline:
-                raise self._too_few(have)
+                raise self._too_few(have, self.clock() - began)
             self.sleep(min(1.0, max(0.0, deadline - self.clock())))
 
-    def _too_few(self, have: int) -> LensembleError:
+    def _too_few(self, have: int, waited: float) -> LensembleError:
         federation = self.config.federation
-        codes = sorted({code for code in self._join_refusals if code in ("HASH_MISMATCH", "POLICY")})
+        codes = sorted(set(self._join_refusals))
         if codes:
             return RoundError(
                 f"{len(self._join_refusals)} participants refused to join ({', '.join(codes)}) and {have} joined; "
                 f"{federation.min_participants} are needed.",
-                "Their own logs say why: another configuration, warm start or release, or a site's policy.",
+                "Their own logs say why: another configuration or warm start, a site's policy, or a ledger or folder "
+                "that cannot be used.",
             )
         two = len(self.transport.nodes()) == 2
         return FaultToleranceExceeded(
-            f"{have} of {federation.participants} participants joined within "
-            f"{federation.join_timeout_s:g} s; {federation.min_participants} are needed."
+            f"{have} of {federation.participants} participants joined in {waited:.0f} s; "
+            f"{federation.min_participants} are needed."
             + (" Two SuperNodes are Flower's default, and two participants cannot hide from each other." * two),
             "Start more SuperNodes (in a simulation: --federation-config 'num-supernodes="
             f"{federation.participants}'), lower federation.min_participants, or wait longer "
@@ -303,11 +307,13 @@ class Coordinator:
             timeout = min(timeout, LATE_JOIN_S)
         replies = self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout)
         for node in fresh:
-            identity, problem = self._admit(node, replies.get(node), connected)
+            reply = replies.get(node)
+            reply_refused = reply is not None and reply.refusal is not None
+            identity, problem = self._admit(node, reply, connected)
             if problem is None:
                 self._strangers.pop(node, None)
                 continue
-            if problem in ("HASH_MISMATCH", "POLICY"):
+            if reply_refused:
                 self._join_refusals.append(problem)
             self.on_event("refused", {"stage": Stage.JOIN, "code": problem})
             earlier = self._strangers.get(node)
@@ -511,8 +517,8 @@ class Coordinator:
             )
         return PrivacyBudgetExceeded(
             f"Round {index} was refused: a participant's privacy budget does not allow it.{text}",
-            "Committed rounds stay committed and the checkpoint is written. Raise the budget, plan fewer rounds, or "
-            "stop here.",
+            "Committed rounds stay committed and the checkpoint is written. The sites' ledgers count all their runs "
+            "(lensemble ledger show SITE): raise a site's budget in its policy.json, or stop here.",
             round=index,
             epsilon_budget=privacy.target_epsilon,
             delta=privacy.target_delta,
@@ -594,6 +600,13 @@ class Coordinator:
         fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
         answers, _ = self._ask(Stage.CLOSE, {i: fields for i in self.members})
         self.on_event("closed", {"sites": len(answers), "of": len(self.members)})
+
+
+def _closes(records: list[Fields]) -> list[RoundClose]:
+    try:
+        return [RoundClose.decode(bytes.fromhex(record["close"])) for record in records]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError("A round's record is damaged.", "Restore the output folder from a backup.") from error
 
 
 def _size(value: Any) -> int:

@@ -147,11 +147,17 @@ class RunFolder:
         complete = path.read_bytes().split(b"\n")[:-1]
         try:
             records = [json.loads(line) for line in complete]
-            if any(r["round"] != i or not bytes.fromhex(r["close"]) for i, r in enumerate(records)):
-                raise ValueError("the rounds are not in order")
-            return records
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ArtifactError(f"A line of {path} is damaged: {error}.", "Restore it from a backup.") from error
+        for number, record in enumerate(records):
+            wrong = None
+            if not isinstance(record, dict):
+                wrong = "not an object"
+            elif record.get("round") != number:
+                wrong = f"round {record.get('round')!r}"
+            if wrong:
+                raise ArtifactError(f"{path}: line {number + 1} is {wrong}.", "Restore it from a backup.")
+        return records
 
     def append_round(self, record: dict[str, Any]) -> None:
         """Append one finished round (a torn line of an earlier crash is cut off first)."""

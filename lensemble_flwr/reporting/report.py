@@ -22,6 +22,7 @@ _STATUS = {
     "completed": ("completed", "yes"),
     "running": ("running or interrupted", "meh"),
     "BUDGET": ("stopped by the privacy budget", "no"),
+    "STOPPED": ("stopped", "meh"),
 }
 
 

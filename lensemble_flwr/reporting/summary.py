@@ -46,6 +46,8 @@ def how_far(run: RunData) -> str:
         if not done:
             return "No round is finished (the run is under way or was interrupted)"
         return f"After {_of(done, planned)}{burnt} (the run is under way or was interrupted)"
+    if status == "STOPPED":
+        return f"The run was stopped after {_of(done, planned)}{burnt}"
     if status != "completed":
         return f"The run failed with [{_ascii(status)}] after {_of(done, planned)}{burnt}"
     everything = f"all {planned} rounds" if planned > 1 else "the only round"
