@@ -145,7 +145,7 @@ class Coordinator:
     stop_asked: Callable[[], bool] = lambda: False
     _traffic: Traffic = field(default_factory=Traffic)
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
-    _join_refusals: list[str] = field(default_factory=list)
+    _join_refusals: dict[int, str] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the whole run
 
@@ -269,7 +269,7 @@ class Coordinator:
 
     def _too_few(self, have: int, waited: float) -> LensembleError:
         federation = self.config.federation
-        codes = sorted(set(self._join_refusals))
+        codes = sorted(set(self._join_refusals.values()))
         if codes:
             return RoundError(
                 f"{len(self._join_refusals)} participants refused to join ({', '.join(codes)}) and {have} joined; "
@@ -314,7 +314,7 @@ class Coordinator:
                 self._strangers.pop(node, None)
                 continue
             if reply_refused:
-                self._join_refusals.append(problem)
+                self._join_refusals[node] = problem
             self.on_event("refused", {"stage": Stage.JOIN, "code": problem})
             earlier = self._strangers.get(node)
             wait = min(2 * earlier.wait, MOST_WAIT_S) if earlier else LEAST_WAIT_S

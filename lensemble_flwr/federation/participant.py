@@ -212,6 +212,8 @@ class SiteParticipant:
     def share_keys(self, body: bytes) -> Outgoing:
         """Check the keys of all participants and secret-share both mask seeds among them."""
         opened, attempt, session = self._recall()
+        # Once per session, as masking is: a second dealing would give the session a second self mask.
+        self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
         shares = session.shares(body)
         self._remember(opened, attempt, session)
         return Outgoing(shares)
@@ -246,7 +248,7 @@ class SiteParticipant:
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
             # peers in them, would give the masks away one by one.
-            self.site.mask_once(opened.federation_id, opened.round, self.memory[_SESSION])
+            self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
         lanes = session.masked(envelopes, release.q)
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
@@ -338,11 +340,18 @@ class SiteParticipant:
         fid = closed.federation_id
         with self.site.ledger() as ledger:
             self.dataset_root(fid)
+            known = self.site.last_closed(fid)
+            if closed.outcome == Outcome.VOID or (known is not None and known[0] > closed.round):
+                raise refused("The round is not over, or a later one is.", Refusal.STALE)
+            if known is not None and known[0] == closed.round and known[1] != closed.theta_hash:
+                raise refused("The round was closed with another model before.", Refusal.HASH_MISMATCH)
             if theta is not None:
                 self._check_model(closed, theta)
             if closed.round in ledger.rounds(fid):  # one that dropped out has nothing to settle, but gets the model
                 self._settle(ledger, fid, closed.round + 1, closed)
-        self.memory.clear()  # the secrets of a round that is over
+        opened = self.public_round()
+        if opened is not None and opened.digest() == closed.open_hash:
+            self.memory.clear()  # the secrets of a round that is over
         if theta is not None:
             self.site.save_model(fid, theta.astype("<f4").tobytes())
         return Outgoing(ACK)
@@ -359,6 +368,8 @@ class SiteParticipant:
         """
         known = self.site.last_closed(opened.federation_id)
         told = (closed.round, closed.theta_hash) if closed is not None else None
+        if closed is not None and closed.outcome == Outcome.VOID:
+            raise refused("A void round is not over.", Refusal.HASH_MISMATCH)
         if closed is not None and (closed.federation_id != opened.federation_id or closed.round >= opened.round):
             raise refused("The closed round is not before the one that opens.", Refusal.HASH_MISMATCH)
         for index, digest in filter(None, (known, told)):
@@ -375,8 +386,6 @@ class SiteParticipant:
         A record closes a round only if it names the RoundOpen that this participant answered; rounds whose record is
         missing are over all the same once a later one opens, and count as burnt.
         """
-        if closed is not None and closed.outcome == Outcome.VOID:
-            return  # it may be retried with the cached update
         for index in ledger.open_rounds(fid):
             if index >= before:
                 continue

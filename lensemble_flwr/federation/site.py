@@ -108,19 +108,19 @@ class Site:
         if not self._only_once("answered", f"{federation_id.hex()}-{round_index}"):
             raise SecureAggregationError(f"Round {round_index} was already answered.", cause="already_revealed")
 
-    def mask_once(self, federation_id: bytes, round_index: int, session: bytes) -> None:
-        """Persist that this session is about to mask a vector.
+    def session_once(self, federation_id: bytes, round_index: int, session: bytes) -> None:
+        """Persist that a protocol session is about to leave this state (by dealing shares, or by masking).
 
         Args:
             federation_id, round_index: the round, so that :meth:`delete_release` can tidy up.
-            session: the session's state before it masks; only a hash of it is kept.
+            session: the session's state before; only a hash of it is kept.
 
         Raises:
-            SecureAggregationError: it masked before; the masks of one session protect one vector.
+            SecureAggregationError: it left this state before; the masks of one session protect one vector.
         """
         name = f"{federation_id.hex()}-{round_index}-{hashlib.sha256(session).hexdigest()}"
         if not self._only_once("masked", name):
-            raise SecureAggregationError("This session has masked a vector before.", cause="wrong_state")
+            raise SecureAggregationError("This session is past this stage.", cause="wrong_state")
 
     def _only_once(self, folder: str, name: str) -> bool:
         """Create an empty file durably; False if it was there. Atomic between processes."""
