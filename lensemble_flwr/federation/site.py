@@ -5,6 +5,8 @@ site.secret      32 bytes: salts of dataset roots
 policy.json      what the operator allows
 ledger.jsonl, ledger.head   the privacy ledger
 answered/        one empty file per round whose unmask question was answered (the latch)
+masked/          one empty file per state of a protocol session that must not be left twice; deleted with its round
+federations/     per federation: the dataset root it was joined with, the last round whose end was told
 releases/        encoded updates that may still have to be sent again
 local/           the action head and optimizer moments, adopted with a release
 models/          the committed models that this site ended its runs with
