@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data._files import write_atomic
 from lensemble_flwr.data.episodes import MAX_SIDE, MIN_SIDE, EpisodeSource, episode_hash
+from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import ArtifactError, ProbeError
 
 LANDMARKS_PER_DIMENSION = 4
@@ -136,11 +136,9 @@ def save_probe(probe: Probe, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     arrays = {"frames": np.ascontiguousarray(probe.frames), "episodes": np.ascontiguousarray(probe.episodes)}
     raw = save(arrays, metadata={"format": _FORMAT})
-    try:
+    with file_errors(target.parent, "create"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, raw)
-    except OSError as error:
-        raise ArtifactError(f"cannot write the probe {target}: {error.strerror}.", "Check space and rights.") from error
+    atomic_write(target, raw, mode=0o644)  # made of public frames
 
 
 def load_probe(path: str | os.PathLike[str], expected_hash: bytes | None = None) -> Probe:

@@ -32,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.data import _lander_worker as worker
-from lensemble_flwr.data._files import write_atomic
 from lensemble_flwr.data.episodes import (
     STATE_DIM,
     ActionSpec,
@@ -50,12 +49,14 @@ from lensemble_flwr.data.lander import (
     Shard,
     body_of,
 )
+from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
 
 Progress = Callable[[int, int], None]
 Results = Generator[tuple[Shard, int, dict[str, NDArray]], None, None]
 
 _FORMAT = 1
+_PUBLIC = 0o644  # simulated recordings hold nobody's data
 _CHUNK = 8
 _EPISODES_PER_WORKER = 24  # below that, starting a process costs more than it saves
 _REGENERATE = "Run the same command again: what is damaged is generated anew (or delete the folder)."
@@ -217,7 +218,7 @@ def ensure_dataset(
     wanted = [shard for name, shard in shards.items() if only is None or name in set(only)]
     directory = dataset_dir(spec, cache_dir)
     if _damaged(directory, _read_manifest(directory, spec), wanted):
-        with _as_artifact_error(directory):
+        with file_errors(directory, "write the data cache"):
             directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_suffix(".lock"), lock_timeout_s):
             entries = _read_manifest(directory, spec)
@@ -235,7 +236,7 @@ def _generate(
     progress: Progress | None,
     processes: int | None,
 ) -> None:
-    with _as_artifact_error(directory):
+    with file_errors(directory, "write the data cache"):
         for stale in directory.glob("*.tmp"):  # left by a process that was killed; we hold the lock
             stale.unlink(missing_ok=True)
     tasks = [(s, a, min(a + _CHUNK, s.count)) for s in todo for a in range(0, s.count, _CHUNK)]
@@ -274,17 +275,16 @@ def _store_shard(
             f"Restore {directory} from where it was made, or delete it and start a new federation.",
         )
     raw = _pack(columns)
-    with _as_artifact_error(directory):
-        write_atomic(directory / f"{shard.name}.npz", raw)
-        entries[shard.name] = {
-            "sha256": hashlib.sha256(raw).hexdigest(),
-            "bytes": len(raw),
-            "episodes": shard.count,
-            "fingerprint": content,
-        }
-        manifest = {"format": _FORMAT, "generator": GENERATOR_VERSION, "key": spec.key(), "spec": spec.to_dict()}
-        text = json.dumps({**manifest, "shards": dict(sorted(entries.items()))}, indent=1)
-        write_atomic(directory / "manifest.json", text.encode())
+    atomic_write(directory / f"{shard.name}.npz", raw, mode=_PUBLIC)
+    entries[shard.name] = {
+        "sha256": hashlib.sha256(raw).hexdigest(),
+        "bytes": len(raw),
+        "episodes": shard.count,
+        "fingerprint": content,
+    }
+    manifest = {"format": _FORMAT, "generator": GENERATOR_VERSION, "key": spec.key(), "spec": spec.to_dict()}
+    text = json.dumps({**manifest, "shards": dict(sorted(entries.items()))}, indent=1)
+    atomic_write(directory / "manifest.json", text.encode(), mode=_PUBLIC)
 
 
 def _inline(spec: LanderSpec, tasks: Sequence[tuple[Shard, int, int]]) -> Results:
@@ -479,22 +479,11 @@ def _pack(columns: dict[str, NDArray]) -> bytes:
 
 
 @contextlib.contextmanager
-def _as_artifact_error(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write the data cache {directory}: {error.strerror or error}.",
-            "Free some space or choose another folder (LENSEMBLE_HOME).",
-        ) from error
-
-
-@contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Exclusive lock between processes; the system frees it when its holder dies."""
     import fcntl
 
-    with _as_artifact_error(path.parent):
+    with file_errors(path.parent, "write the data cache"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         deadline = time.monotonic() + timeout_s

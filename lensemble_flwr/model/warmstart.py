@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, ContractViolation, DataError
 from lensemble_flwr.model.encoder import attach_normaliser, fit_pixels, fold_normaliser
 from lensemble_flwr.model.evaluate import Progress
@@ -112,16 +113,9 @@ def save_warm_start(warm: WarmStart, path: str | os.PathLike[str]) -> str:
     target = Path(path)
     metadata = {"warm_start": warm._described(), "content_hash": warm.content_hash, "notes": json.dumps(warm.notes)}
     data = safetensors.torch.save({n: t.contiguous() for n, t in warm.tensors().items()}, metadata=metadata)
-    try:
+    with file_errors(target.parent, "create"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        with open(partial, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, target)
-    except OSError as error:
-        raise ArtifactError(f"Cannot write {target}: {error.strerror}.", "Choose a writable folder.") from error
+    atomic_write(target, data, mode=0o644)  # made of public data
     return warm.content_hash
 
 

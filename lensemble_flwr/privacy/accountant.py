@@ -14,6 +14,7 @@ Fail closed: a step that is no number, an overflow or a failing backend makes th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -84,7 +85,7 @@ _Self = TypeVar("_Self", bound="_Composition")
 _Sampled = tuple[tuple[float, float, int], ...]  # (sigma, rate < 1, count), sorted
 
 
-class _Composition:
+class _Composition(ABC):
     """What both accountants share: the history, the fail-closed rules, calibration and the state."""
 
     name = ""
@@ -95,10 +96,10 @@ class _Composition:
         self._infinite = False
         self._cache: tuple[Any, float] | None = None
 
-    # What a backend has to give: a sound epsilon for the full history.
+    @abstractmethod
     def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
-        """Upper bound on epsilon; any value <= ``enough`` will do, so that costly bounds can be skipped."""
-        raise NotImplementedError
+        """Upper bound on epsilon of the full history; any value <= ``enough`` will do, so that costly bounds can be
+        skipped."""
 
     def step(self, *, noise_multiplier: float, sample_rate: float = 1.0, count: int = 1) -> None:
         _check_count(count)
@@ -434,7 +435,7 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
             total = many if total is None else total.compose(many)
         assert total is not None
         return _padded(total.get_epsilon_for_delta(delta))
-    except Exception:
+    except Exception:  # whatever failed in there: what was not computed is not bounded
         return math.inf
 
 

@@ -206,7 +206,7 @@ class Spending(NamedTuple):
             if left <= 0.0 or math.isinf(mu):
                 return math.inf
             value = 0.0 if mu == 0.0 else float(gaussian.epsilon(mu, left))
-        except Exception:
+        except Exception:  # as in within: what was not computed is not bounded
             return math.inf
         return value if value >= 0.0 else math.inf
 

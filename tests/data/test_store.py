@@ -239,13 +239,14 @@ def test_a_full_disk_is_an_artifact_error_and_leaves_nothing_half(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert "[ARTIFACT] cannot write the data cache" in done.stdout
+    assert "[ARTIFACT] Cannot write" in done.stdout
+    assert "ulimit -f" in done.stdout
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
 def test_a_cache_folder_that_is_a_file_is_an_artifact_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="cannot write"):
+    with pytest.raises(ArtifactError, match="Cannot write"):
         ensure_dataset(ONE, tmp_path / "file")
 
 
