@@ -1,4 +1,4 @@
-"""The one door out of a participant: the outermost ClientApp mod (decision 8).
+"""The one door out of a participant: the outermost ClientApp mod.
 
 Handlers return an :class:`~lensemble_flwr.federation.wire.Outgoing`, never a Flower message; this mod alone builds
 messages, after comparing the reply with what public values say it must look like. Whatever a handler raises is logged
@@ -8,7 +8,9 @@ at the site and leaves as a refusal code: no text, no value, no traceback.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -44,7 +46,8 @@ def refusal_message(request: Message, code: Refusal) -> Message:
 def egress(message: Message, context: Context, call_next: Callable[[Message, Context], Any]) -> Message:
     """Run the handler; let only a listed reply out."""
     try:
-        handled = cast(Handled, call_next(message, context))
+        with _warnings_into_site_log(context):
+            handled = cast(Handled, call_next(message, context))
         if not (isinstance(handled, tuple) and len(handled) == 2):
             raise ResidencyViolation("A handler must return (Outgoing, Expected).")
         reply, expected = handled
@@ -53,6 +56,17 @@ def egress(message: Message, context: Context, call_next: Callable[[Message, Con
     except Exception as error:
         site_log(context).exception("refused %s: %s", message.metadata.message_type, error)
         return refusal_message(message, refusal_for(error))
+
+
+@contextmanager
+def _warnings_into_site_log(context: Context) -> Iterator[None]:
+    """A warning can tell of private data ("overflow": training diverged), and a simulation forwards stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        finally:
+            for warning in caught:
+                site_log(context).warning("%s: %s", warning.category.__name__, warning.message)
 
 
 def site_log(context: Context) -> logging.Logger:

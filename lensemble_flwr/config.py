@@ -87,7 +87,7 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """Target of this federation. A site's own policy can only be stricter (decision 4)."""
+    """Target of this federation. A site's own policy can only be stricter."""
 
     enabled: bool
     clip_norm: float

@@ -204,7 +204,7 @@ _STATUS_BY_CODE = {"CONFIG": EXIT_BAD_INPUT, "BUDGET": EXIT_BUDGET}
 def exit_status(error_or_text: BaseException | str) -> int:
     """Exit status for an error, or for the status text of a failed run (``"... [CODE] ..."``).
 
-    0 success, 1 failure, 2 bad input, 3 privacy budget exhausted (design: section 5).
+    0 success, 1 failure, 2 bad input, 3 privacy budget exhausted.
     """
     if isinstance(error_or_text, LensembleError):
         return _STATUS_BY_CODE.get(error_or_text.code, EXIT_FAILURE)

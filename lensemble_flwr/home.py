@@ -47,7 +47,7 @@ def output_folder(config: Config, run_id: int) -> Path:
 
 
 def sites_folder(config: Config, run_name: str) -> Path:
-    """The folder of the simulated sites: the same folder again means the same ledgers (decision 16).
+    """The folder of the simulated sites: the same folder again means the same ledgers.
 
     Raises:
         ConfigError: it lies below the output folder, which people share.

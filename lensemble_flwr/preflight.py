@@ -212,7 +212,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
     rehearsal, update_seconds = None, math.inf
     for _ in range(3):  # the first builds and encodes what later ones find
         started = time.monotonic()
-        task.public_update(task.initial(), 0, plan.n, steps=config.diloco.inner_steps, sketch_seed=0)
+        task.public_update(task.initial(), 0, steps=config.diloco.inner_steps, sketch_seed=0)
         update_seconds = min(update_seconds, time.monotonic() - started)
     if config.privacy.enabled:
         if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:

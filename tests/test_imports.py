@@ -1,4 +1,4 @@
-"""Imports go one way (design: section 2), Flower is only at the rim, and a light command does not load torch."""
+"""Imports go one way, Flower is only at the rim, and a light command does not load torch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ CONTINUOUS, DISCRETE = "lander-continuous", "lander-discrete"
 BODIES = (CONTINUOUS, DISCRETE)
 ACTION_SPECS = {CONTINUOUS: ActionSpec("continuous", 2), DISCRETE: ActionSpec("discrete", 4)}
 
-SPLITS = ("public", "heldout_nominal", "heldout_shifted", "participant")
 
 MAX_ATTEMPTS = 400
 

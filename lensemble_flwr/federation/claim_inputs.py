@@ -1,4 +1,4 @@
-"""From a configuration and its plan to the rows of the claims table (decision 9)."""
+"""From a configuration and its plan to the rows of the claims table."""
 
 from __future__ import annotations
 

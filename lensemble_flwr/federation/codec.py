@@ -1,4 +1,4 @@
-"""Canonical binary records: one byte string per value, strict and bounded in both directions (decision 23).
+"""Canonical binary records: one byte string per value, strict and bounded in both directions.
 
 A record is ``magic | version | fields``, big-endian, fields in declared order without names or padding. Equal values
 give equal bytes, so a hash of the bytes names the value; anything that is not exactly the encoding of some value is

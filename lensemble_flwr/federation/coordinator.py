@@ -217,7 +217,7 @@ class Coordinator:
         return np.concatenate([checkpoint.parameters[p.name].reshape(-1) for p in self.task.layout])
 
     def _replay(self, checkpoint: Checkpoint) -> RoundClose | None:
-        """End a round that an earlier process left open: replay its stored sum, or burn it (design: section 3)."""
+        """End a round that an earlier process left open: replay its stored sum, or burn it."""
         index = checkpoint.round
         opened = self.folder.opened(index)
         closes = _closes(self.folder.rounds())

@@ -56,7 +56,7 @@ class LinearTask:
     ) -> LocalResult:
         return LocalResult(self._descend(theta, f"participant {partition}", steps), b"")
 
-    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
         return self._descend(theta, f"public {share}", steps)
 
     def _descend(self, theta: np.ndarray, label: str, steps: int) -> np.ndarray:

@@ -79,7 +79,7 @@ class SiteParticipant:
         return Outgoing(reply.encode())
 
     def _commit(self, federation_id: bytes) -> bytes:
-        """The dataset root of a federation, computed at the first join and kept (decision 21).
+        """The dataset root of a federation, computed at the first join and kept.
 
         Later messages repeat what is kept, so that whether the data can still be read shows in none of them.
         """

@@ -47,7 +47,7 @@ class Plan:
 
 
 def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
-    """The ledger's charge for one release (decisions 2, 7)."""
+    """The ledger's charge for one release."""
     own = std / clip if guarantee != Guarantee.NONE else 0.0
     return Charge(
         own_multiplier=own,

@@ -1,7 +1,7 @@
 """A site's own policy: what its operator allows. Judged before anything is computed; a run can only be stricter.
 
 The policy is a JSON file in the site's folder. A real site must have one; a simulated site writes its own at
-first use (decision 4): lifetime = the run's target for the claimed guarantee, the other view unlimited.
+first use: lifetime = the run's target for the claimed guarantee, the other view unlimited.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def simulated_policy(config: Config) -> Policy:
-    """The policy of a simulated site at its first use (decision 4)."""
+    """The policy of a simulated site at its first use."""
     privacy = config.privacy
     central = privacy.guarantee == "central"
     return Policy(

@@ -14,7 +14,7 @@ PROTOCOL_VERSION = 1
 
 
 class Guarantee(IntEnum):
-    """Which view of the privacy claim the noise is sized for (decision 7)."""
+    """Which view of the privacy claim the noise is sized for."""
 
     NONE = 0
     LOCAL = 1
@@ -22,7 +22,7 @@ class Guarantee(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a round ended (design: section 3)."""
+    """How a round ended."""
 
     COMMITTED = 1
     VOID = 2

@@ -1,4 +1,4 @@
-"""The public rehearsal (decision 22): the same noisy rounds on pseudo-participants dealt from public data.
+"""The public rehearsal: the same noisy rounds on pseudo-participants dealt from public data.
 
 A signal-to-noise ratio predicts well within one parameterisation and fails across them, so before a private run the
 identical pipeline (local steps, clip, noise, ring, outer step) is run on public data with and without noise. It costs
@@ -128,7 +128,7 @@ def rehearse(task: Task, config: Config, plan: Plan, progress: Progress | None =
     def update(theta: np.ndarray, share: int, opened: RoundOpen) -> np.ndarray:
         nonlocal update_seconds
         started = time.monotonic()
-        local = task.public_update(theta, share, plan.n, steps=steps, sketch_seed=opened.sketch_seed)
+        local = task.public_update(theta, share, steps=steps, sketch_seed=opened.sketch_seed)
         update_seconds += time.monotonic() - started
         return local
 

@@ -1,4 +1,4 @@
-"""A participant's own folder: everything that must outlive a process, a run and Flower itself (decision 16).
+"""A participant's own folder: everything that must outlive a process, a run and Flower itself.
 
 identity.key     Ed25519 private key, 32 bytes: who this participant is, for ever
 site.secret      32 bytes: salts of dataset roots
@@ -30,6 +30,13 @@ from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationE
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
+
+
+class _SilentFileHandler(RotatingFileHandler):
+    """What cannot be logged is lost: logging's own fallback prints the record, values and all, to stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class Site:
@@ -238,7 +245,7 @@ class Site:
         if not logger.handlers:
             logger.setLevel(logging.INFO)
             logger.propagate = False  # Flower forwards the root logger
-            handler = RotatingFileHandler(self.folder / "site.log", maxBytes=1 << 20, backupCount=2, delay=True)
+            handler = _SilentFileHandler(self.folder / "site.log", maxBytes=1 << 20, backupCount=2, delay=True)
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             logger.addHandler(handler)
         return logger

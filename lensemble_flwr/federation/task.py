@@ -81,8 +81,8 @@ class Task(Protocol):
         """
         ...
 
-    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
-        """The same local steps on one of ``shares`` equal shares of public data: a pseudo-participant (decision 22)."""
+    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+        """The same local steps on the public data of pseudo-participant ``share`` (0, 1, ...)."""
         ...
 
     def evaluate(self, theta: np.ndarray) -> dict[str, float]:

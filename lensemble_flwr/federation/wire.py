@@ -1,4 +1,4 @@
-"""Every message of the protocol: its Flower type, its fields, and what may leave a participant (decision 8).
+"""Every message of the protocol: its Flower type, its fields, and what may leave a participant.
 
 This is the whole list. :func:`check_egress` is called at one place, the outermost ClientApp mod
 (:mod:`clients.egress`); what is not on the list, or has another type or size than public values say, does not leave.

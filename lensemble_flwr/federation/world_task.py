@@ -229,8 +229,8 @@ class WorldTask:
         aligned, reset = self._aligned(model)
         return LocalResult(aligned, result.state.without_moments(reset).to_bytes())
 
-    def public_update(self, theta: np.ndarray, share: int, shares: int, *, steps: int, sketch_seed: int) -> np.ndarray:
-        body, data = self._public_share(share, shares)
+    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+        body, data = self._public_share(share)
         model = self.warm.build_model() if self._frame_moves else self._model
         state = InnerState.start(self.warm.head(body), shuffle_seed=share)
         result = inner_steps(
@@ -246,7 +246,7 @@ class WorldTask:
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
 
-    def _public_share(self, share: int, shares: int) -> tuple[str, Trajectories | LatentTrajectories]:
+    def _public_share(self, share: int) -> tuple[str, Trajectories | LatentTrajectories]:
         """Public episodes of a pseudo-participant: as many as a participant has, dealt out like its data."""
         if share not in self._shares:
             bodies = self.data.embodiments

@@ -1,4 +1,4 @@
-"""Accountants: how much privacy a list of Gaussian releases has spent (seed RFC-0012, section 3).
+"""Accountants: how much privacy a list of Gaussian releases has spent.
 
 Neighbours are zero-out: one participant's clipped update is replaced by zero in every round (sensitivity C, the
 add/remove relation). At full participation (``sample_rate = 1``) the composed Gaussian is exact and one number is
@@ -39,7 +39,7 @@ _EXACT_JOINT = 24  # joint releases up to this size are decided in rational arit
 
 @runtime_checkable
 class Accountant(Protocol):
-    """Composes Gaussian releases of sensitivity 1 and noise std sigma. All arguments by keyword, as in RFC-0012."""
+    """Composes Gaussian releases of sensitivity 1 and noise std sigma. All arguments by keyword."""
 
     def calibrate_sigma(
         self, *, target_epsilon: float, target_delta: float, num_rounds: int, sample_rate: float = 1.0

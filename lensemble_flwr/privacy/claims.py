@@ -1,4 +1,4 @@
-"""What may be said about the privacy of a run, to whom, and on which assumptions (design: decision 9).
+"""What may be said about the privacy of a run, to whom, and on which assumptions.
 
 :func:`claims` is the only place that turns a configuration into statements; the command line, the manifest, the report
 and the README print its rows and nothing else. Theorems 1 and 2 are those of docs/privacy.md.

@@ -1,6 +1,6 @@
 """The privacy ledger: what one participant has ever spent, durable, and refused when in doubt.
 
-One ledger per participant identity, for ever (design: decisions 2 to 7). A round is charged before its noise is drawn
+One ledger per participant identity, for ever. A round is charged before its noise is drawn
 and never refunded. The order of every write is: append the record, fsync; replace the head, fsync. So a crash at any
 byte leaves one of two states that are recognised when the ledger is opened again: a record that is whole (it counts)
 or torn (it never took effect). Everything else is refused, and only the operator repairs it
@@ -355,7 +355,7 @@ class PrivacyLedger:
         self._write({"kind": CLOSED, "fid": fid, "round": index, "outcome": outcome})
 
     def event(self, kind: str, data: dict[str, str]) -> None:
-        """Record something that changes no sum: ``dataset_root``, ``replay_mode``, ...
+        """Record something that changes no sum: ``dataset_root``, ...
 
         ``identity_rotated`` with ``{"identity": <64 hex digits>}`` hands the ledger to a new key of the same
         participant; spending continues.

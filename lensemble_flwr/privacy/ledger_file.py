@@ -183,7 +183,7 @@ class Chain:
 
 
 def check_chain(data: bytes, head: Head, path: Path, shortcut: bool = True) -> Chain:
-    """Judge the log's bytes by the head (design: decision 3).
+    """Judge the log's bytes by the head.
 
     Every byte up to the head is vouched for, record by record, or with ``shortcut`` by one hash of all that stands
     before the last checkpoint.

@@ -1,12 +1,12 @@
 """Clip, noise, encode: the only way from a local update to something that may leave a participant.
 
-Public functions on tensors, with the signatures of seed RFC-0012: :func:`clip_delta`, :func:`add_gaussian_noise`,
+Public functions on tensors: :func:`clip_delta`, :func:`add_gaussian_noise`,
 :func:`privatize`. Inside a round the same steps are types, each made from the one before and from nothing else:
 
     clip_to_grid / zero_update -> ClippedUpdate -> add_noise -> NoisedUpdate -> to_release -> Release
 
 so that noise is never added to what was not clipped, and nothing un-noised is released. All private arithmetic after
-clipping is on integers of a public power-of-two grid g0 <= 2^-40 (C + 10 s) (design: decisions 10, 11): what is
+clipping is on integers of a public power-of-two grid g0 <= 2^-40 (C + 10 s): what is
 released then depends on the update only through the sum "integer + integer noise", never through floating-point
 rounding.
 
@@ -91,7 +91,7 @@ class DPConfig:
 def own_noise_std(
     guarantee: str, noise_multiplier: float, clip_norm: float, min_survivors: int, colluders: int
 ) -> float:
-    """Std of one participant's own noise: sigma C, or sigma C / sqrt(m - k) for a central guarantee (decision 7).
+    """Std of one participant's own noise: sigma C, or sigma C / sqrt(m - k) for a central guarantee.
 
     The only place that knows. In the central view the m - k noises that an observer cannot know then add up to sigma C.
 

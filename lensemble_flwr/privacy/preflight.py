@@ -1,4 +1,4 @@
-"""How loud the noise will be, from public numbers alone: signal-to-noise before any data is read (decision 22).
+"""How loud the noise will be, from public numbers alone: signal-to-noise before any data is read.
 
 Signal: the norm of the sum of n clipped updates with mean pairwise cosine c, C sqrt(n (1 + (n - 1) c)).
 Noise: the norm of the sum of n noises, s sqrt(n d). The ratio predicts well within one parameterisation and fails

@@ -1,7 +1,7 @@
 """What a release costs, what a budget allows, and the exact sum of many charges.
 
 Every release is a Gaussian mechanism at full participation, so a participant's whole history is one number per view:
-mu^2, the sum of 1/sigma_t^2 (design: decisions 6 and 7). Sums are exact: a float is a whole multiple of 2^-1074, so
+mu^2, the sum of 1/sigma_t^2. Sums are exact: a float is a whole multiple of 2^-1074, so
 they are kept as integers of that unit, and a charge is rounded up to it once. They never under-count, do not depend on
 the order of the rounds, and n rounds in one step equal n steps of one round. Floats come in only when a sum is turned
 into an epsilon or a delta, and are then rounded to the unfavourable side.
@@ -36,7 +36,7 @@ class Charge:
         colluders: k, how many of those may add no noise or pool what they know with the observer.
         delta_extra: what this release's implementation (rounding, sampler, clamping) adds to delta, at every epsilon
             of every budget it is held against. Above 1 or not a number is taken as 1: no guarantee.
-        sample_rate: 1.0. Amplification by subsampling needs a coin that nobody ever sees (decision 6).
+        sample_rate: 1.0. Amplification by subsampling needs a coin that nobody ever sees.
         guarantee: which view the noise was sized for, ``local``, ``central`` or ``none``; recorded, not priced.
 
     Raises:

@@ -168,16 +168,6 @@ def comparison(run: RunData) -> tuple[list[Metric], list[Comparison]]:
     return own + [m for m in ordered(extra) if not m.latent], rows
 
 
-def comparison_table(run: RunData) -> str:
-    """The start, this run and the baselines as a text table; empty if there is nothing to compare."""
-    metrics, rows = comparison(run)
-    if not rows or not metrics:
-        return ""
-    head = ["model", *[m.short for m in metrics], f"{metrics[0].short} against start", "note"]
-    body = [[r.name, *[figure(r.metrics.get(m.name)) for m in metrics], r.against_start or "-", r.note] for r in rows]
-    return _table(head, body, left={0, len(head) - 1})
-
-
 def rounds_rows(run: RunData) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of the table of rounds; the last column holds remarks. The first row may be the start."""
     metrics = metrics_of(run)[:2]
@@ -204,14 +194,6 @@ def rounds_rows(run: RunData) -> tuple[list[str], list[list[str]]]:
     return head, body
 
 
-def rounds_table(run: RunData) -> str:
-    """One line a round as a text table; says so if no round is finished."""
-    if not run.rounds:
-        return "No round is finished."
-    head, body = rounds_rows(run)
-    return _table(head, body, left={1, len(head) - 1})
-
-
 def remark(record: Round) -> str:
     """What was unusual about a round; mostly empty."""
     notes = []
@@ -234,18 +216,6 @@ def baseline_kind(name: str) -> str:
     if words & {"warm", "warmstart", "start"}:
         return "start"
     return "other"
-
-
-def _table(head: list[str], body: list[list[str]], left: set[int]) -> str:
-    rows = [[_ascii(cell) for cell in row] for row in [head, *body]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-
-    def line(row: list[str]) -> str:
-        cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        return "  ".join(cells).rstrip()
-
-    rule = "  ".join("-" * w for w in widths).rstrip()
-    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
 
 
 def _ascii(text: str) -> str:

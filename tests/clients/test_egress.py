@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from lensemble_flwr.errors import (
     PrivacyBudgetExceeded,
     SecureAggregationError,
 )
+from lensemble_flwr.federation.policy import Policy
+from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.wire import BODY, REFUSAL, Expected, Outgoing, Refusal, Stage, refused
 
 pytestmark = pytest.mark.usefixtures("flower_task")
@@ -103,3 +108,34 @@ def test_a_numpy_client_that_gives_nothing_away() -> None:
         client.evaluate([], {})
     with pytest.raises(ContractViolation):
         client.fit([], {})
+
+
+def test_a_warning_goes_to_the_site_log_and_not_to_stderr(
+    capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    """A simulation forwards stderr, and "overflow" would tell that training diverged."""
+    context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    site = Site.create(tmp_path / "site", Policy(unlimited=True))
+
+    def diverges(message: Message, context: Context) -> Any:
+        context.__dict__["lensemble_site_log"] = site.log
+        np.float32(3e38) * np.float32(10.0)
+        warnings.warn("PRIVATE 3.14", stacklevel=1)
+        return Outgoing(b"xxx"), Expected(3)
+
+    egress(message(), context, diverges)
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+    written = (tmp_path / "site" / "site.log").read_text()
+    assert "overflow" in written
+    assert "PRIVATE 3.14" in written
+
+
+def test_a_site_log_that_cannot_be_written_says_nothing_elsewhere(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    site = Site.create(tmp_path / "site", Policy(unlimited=True))
+    (tmp_path / "site" / "site.log").mkdir()  # even root cannot append to a folder
+    site.log.error("round %d: %s", 1, ValueError("PRIVATE 3.14"))
+    assert capfd.readouterr() == ("", "")

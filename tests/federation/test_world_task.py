@@ -140,4 +140,4 @@ def test_pseudo_participants_hold_public_episodes_only() -> None:
 
     public = {h for body in task.data.embodiments for h in episode_hashes(task.data.public(body))}
     assert not private & public
-    assert task.public_update(task.initial(), 1, 4, steps=2, sketch_seed=0).shape == (task.dimension,)
+    assert task.public_update(task.initial(), 1, steps=2, sketch_seed=0).shape == (task.dimension,)

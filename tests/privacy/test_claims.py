@@ -1,4 +1,4 @@
-"""What is claimed to whom. Every rule of design decisions 7 and 9 that a row depends on."""
+"""What is claimed to whom. Every rule that a row depends on."""
 
 from __future__ import annotations
 

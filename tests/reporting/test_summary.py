@@ -1,4 +1,4 @@
-"""The closing sentence and the text tables."""
+"""The closing sentence and the rows of the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lensemble_flwr.reporting import wording
 from lensemble_flwr.reporting.metrics import describe, metrics_of, ordered, primary
 from lensemble_flwr.reporting.run_data import load_run
-from lensemble_flwr.reporting.summary import baseline_kind, closing_sentence, comparison_table, rounds_table
+from lensemble_flwr.reporting.summary import baseline_kind, closing_sentence, comparison, rounds_rows
 from tests.reporting.runs import make_run
 from tests.reporting.test_run_data import edit
 
@@ -85,7 +85,7 @@ def test_without_start_or_metrics(own: Own) -> None:
     assert "the held-out error is 0.210 (that of the start is not stored)" in sentence(folder)
     edit(folder / "rounds.jsonl", lambda rs: [r.update(metrics={}) for r in rs])
     assert sentence(folder).startswith("After all 3 rounds; NON-PRIVATE")
-    assert comparison_table(load_run(folder)) == ""
+    assert comparison(load_run(folder))[0] == []
 
 
 def test_a_diverged_model_is_said_so(own: Own) -> None:
@@ -111,24 +111,24 @@ def test_the_headline_comes_first(made: dict[str, Path], own: Own) -> None:
     assert chief.name == "r5"
 
 
-def test_rounds_table(made: dict[str, Path]) -> None:
-    lines = rounds_table(load_run(made["private"])).splitlines()
-    assert lines[0].split("  ")[0] == "round"
-    assert len(lines) == 2 + 11
-    assert lines[2].split() == ["start", "0.593", "0.152"]
-    assert lines[-1].split()[:6] == ["9", "committed", "64/64", "0.281", "0.118", "8.00"]
-    assert lines[-3].endswith("attempt 2")
-    burnt = rounds_table(load_run(made["burnt"]))
+def test_rounds_rows(made: dict[str, Path]) -> None:
+    head, rows = rounds_rows(load_run(made["private"]))
+    assert head[0] == "round"
+    assert len(rows) == 11
+    assert [cell for cell in rows[0] if cell] == ["start", "0.593", "0.152"]
+    assert rows[-1][:6] == ["9", "committed", "64/64", "0.281", "0.118", "8.00"]
+    assert rows[-3][-1] == "attempt 2"
+    burnt = "\n".join(" ".join(row) for row in rounds_rows(load_run(made["burnt"]))[1])
     assert "burnt" in burnt
     assert "Only 4 of 6 needed shares arrived." in burnt
     assert "replayed at resume" in burnt
-    assert "infinite  infinite" in rounds_table(load_run(made["replay"])).replace("   ", "  ")
-    assert rounds_table(load_run(made["empty"])) == "No round is finished."
+    assert "infinite infinite" in " ".join(rounds_rows(load_run(made["replay"]))[1][-1])
+    assert not load_run(made["empty"]).rounds
 
 
-def test_comparison_table(made: dict[str, Path]) -> None:
-    lines = comparison_table(load_run(made["private"])).splitlines()
-    assert [line.split("  ")[0] for line in lines[2:]] == [
+def test_comparison(made: dict[str, Path]) -> None:
+    rows = comparison(load_run(made["private"]))[1]
+    assert [row.name for row in rows] == [
         "warm start",
         "this run",
         "local only",
@@ -136,26 +136,25 @@ def test_comparison_table(made: dict[str, Path]) -> None:
         "noise only",
         "public data only",
     ]
-    assert "29 % lower" in lines[4]
-    assert "5.1 % higher" in lines[6]
+    assert "29 % lower" in rows[2].against_start
+    assert "5.1 % higher" in rows[4].against_start
 
 
 def test_a_stored_warm_start_row_is_not_shown_twice(own: Own) -> None:
     folder = own("private")
     rows = [{"name": "Warm start", "metrics": {"r5": 0.6, "other": 3.0}, "note": None}]
     (folder / "baselines.json").write_text(json.dumps({"rows": rows}))
-    table = comparison_table(load_run(folder))
-    assert table.lower().count("warm start") == 1
-    assert "0.593" in table  # the run's own figure wins
+    starts = [row for row in comparison(load_run(folder))[1] if row.name.lower() == "warm start"]
+    assert len(starts) == 1
+    assert f"{starts[0].metrics['r5']:.3f}" == "0.593"  # the run's own figure wins
 
 
 def test_terminal_text_is_harmless(own: Own) -> None:
     folder = own("burnt")
     edit(folder / "rounds.jsonl", lambda rs: rs[2].update(cause="\x1b[2J\u202eevil\r\nround 9 committed"))
-    table = rounds_table(load_run(folder))
-    assert table.isascii()
-    assert "\x1b" not in table
-    assert len(table.splitlines()) == 2 + 6
+    remark = rounds_rows(load_run(folder))[1][3][-1]
+    assert "evil" in remark
+    assert not {"\x1b", "\u202e", "\r", "\n"} & set(remark)
 
 
 @pytest.mark.parametrize(
