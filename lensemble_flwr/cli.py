@@ -380,11 +380,21 @@ class Display:
         self._now, self._since, self._drawn = "", clock(), False
         self._doing("starting Flower")
 
+    def _keep(self, line: str) -> None:
+        if self._log.closed:
+            return
+        try:
+            self._log.write(line + "\n")
+            self._log.flush()
+        except OSError as error:  # the coordinator says what a full disk means for the run; this is only its log
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._print(f"The log cannot be written any more ({error.strerror}); what follows is not in it.")
+
     def line(self, line: str) -> None:
         from lensemble_flwr.launch import read_event
 
-        self._log.write(line + "\n")
-        self._log.flush()
+        self._keep(line)
         event = read_event(line)
         if event is not None:
             show = getattr(self, f"_on_{event['event']}", None)

@@ -348,3 +348,17 @@ def test_gpus_are_dealt(visible: str, device: str, share: float, monkeypatch: py
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     config = load_config(["experiment=linear", f"inner.device={device}", "federation.participants=8"])
     assert cli._gpu_share(config) == share
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
+    out = io.StringIO()
+    with open("/dev/full", "w", encoding="utf-8") as log:
+        display = cli.Display(out, log, verbose=True)
+        display.line("one")
+        display.line("two")
+        display.close()
+    said = out.getvalue()
+    assert said.count("No space left on device") == 1
+    assert "one\n" in said
+    assert "two\n" in said
