@@ -59,6 +59,7 @@ def test_gradient_points_back_to_unit_scale_and_vanishes_at_zero() -> None:
     for scale, sign in ((0.3, -1), (2.0, 1)):
         z = (gaussian(256, 8) * scale).requires_grad_(True)
         sigreg(z, 0, 0).backward()
+        # Gradient descent moves the scale towards one.
         assert math.copysign(1, float((z.grad * z.detach()).sum())) == sign
     zero = torch.zeros(64, 8, requires_grad=True)
     sigreg(zero, 0, 0).backward()
