@@ -118,7 +118,7 @@ class PrivacyConfig:
         _one_of("privacy.guarantee", self.guarantee, ("local", "central"))
         for observer in self.claim:
             _one_of("privacy.claim", observer, OBSERVERS)
-        _one_of("privacy.mechanism", self.mechanism, ("gaussian",))
+        _one_of("privacy.mechanism", self.mechanism, ("gaussian", "discrete_gaussian"))
         _one_of("privacy.on_exhausted", self.on_exhausted, ("stop", "leave"))
         _one_of("privacy.entropy", self.entropy, ("csprng", "replay"))
 

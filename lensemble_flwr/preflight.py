@@ -111,12 +111,13 @@ class Preflight:
             f"{config.experiment}: {plan.n} participants, {config.diloco.rounds} rounds of {config.diloco.inner_steps} "
             f"local steps, {plan.dimension:,} federated weights ({config.federation.surface})"
         ]
+        accountant = privacy.accountant if plan.discrete is None else "zCDP"
         if not privacy.enabled:
             lines.append("NON-PRIVATE: updates are masked but neither clipped nor noised; no epsilon is claimed.")
         else:
             lines += [
                 f"noise: sigma {plan.noise_multiplier:.4g} (each participant's own std {plan.noise_std:.3g} = "
-                f"{plan.noise_std / plan.clip_norm:.3g} C), calibrated by {privacy.accountant} to epsilon "
+                f"{plan.noise_std / plan.clip_norm:.3g} C), calibrated by {accountant} to epsilon "
                 f"{privacy.target_epsilon:g} at delta {privacy.target_delta:g}, guarantee {privacy.guarantee}"
                 if privacy.noise_multiplier is None
                 else f"noise: sigma {plan.noise_multiplier:.4g} as configured (each participant's own std "
@@ -124,6 +125,12 @@ class Preflight:
                 f"epsilon of all rounds at delta {privacy.target_delta:g}: central {_number(self.epsilon_central)}, "
                 f"local {_number(self.epsilon_local)}",
             ]
+            if plan.discrete is not None:
+                steps = math.ldexp(plan.noise_std, plan.ring.scale_log2)
+                lines.append(
+                    f"mechanism: discrete Gaussian on the ring, s/g = {steps:.3g}, central mu of a round + "
+                    f"{plan.discrete.gap:.2g} for the sum; converted as concentrated privacy (zCDP)"
+                )
             if privacy.entropy == "replay":
                 lines.append("NON-PRIVATE: the noise is seeded (replay); no epsilon is claimed.")
             allowed = self.rounds_allowed

@@ -174,6 +174,7 @@ class SiteParticipant:
         exact = (
             (opened.rounds, config.diloco.rounds),
             (opened.guarantee, plan.guarantee),
+            (opened.mechanism, plan.mechanism),
             (opened.replay, config.privacy.entropy == "replay"),
             (opened.threshold, plan.threshold),
             (opened.min_survivors, plan.min_survivors),

@@ -5,19 +5,25 @@ Coordinator, participants and preflight all compute them here, so that what is p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import ConfigError
-from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.federation.records import Guarantee, Mechanism, RoundOpen
 from lensemble_flwr.federation.task import Task, sketch_seed
-from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy import concentrated
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.bounds import release_delta, ring_bound
-from lensemble_flwr.privacy.ledger import Charge
+from lensemble_flwr.privacy.discrete_bounds import Price, release_price
+from lensemble_flwr.privacy.ledger import Budget, Charge, Spending
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
+
+_P = TypeVar("_P")
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,35 @@ class Plan:
     ring: RingParams
     delta_extra: float
     """Implementation terms (rounding, clamping, sampling) added to delta for each release."""
+    discrete: Price | None = None
+    """What a release costs if its noise is a discrete Gaussian; None: it is a continuous one."""
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Whose law the noise follows."""
+        return Mechanism.GAUSSIAN if self.discrete is None else Mechanism.DISCRETE_GAUSSIAN
 
     @property
     def charge(self) -> Charge:
         """What one release costs its participant."""
+        if self.discrete is not None:
+            return discrete_charge(self.guarantee, self.min_survivors, self.colluders, self.discrete)
         return charge(
             self.guarantee, self.noise_std, self.clip_norm, self.min_survivors, self.colluders, self.delta_extra
         )
+
+
+def discrete_charge(guarantee: Guarantee, min_survivors: int, colluders: int, price: Price) -> Charge:
+    """The ledger's charge for one release whose noise is a discrete Gaussian."""
+    return Charge(
+        own_multiplier=price.own_multiplier,
+        min_survivors=min_survivors,
+        colluders=colluders,
+        delta_extra=price.delta_extra,
+        guarantee=guarantee.name.lower(),
+        mechanism="discrete_gaussian",
+        gap=price.gap,
+    )
 
 
 def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
@@ -75,7 +103,11 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         )
     threshold = secagg.threshold if secagg.threshold is not None else default_threshold(n, k)
     sigma = std = extra = 0.0
-    if privacy.enabled:
+    price = None
+    if privacy.enabled and privacy.mechanism == "discrete_gaussian":
+        sigma, std, ring, price = _discrete(config, guarantee, n, dimension)
+        extra = price.delta_extra
+    elif privacy.enabled:
         rounds = config.diloco.rounds
         # The implementation terms depend on sigma only through s/g, which is astronomically large for sound rings:
         # calibrate once without them, price them at that sigma, and calibrate again with what is left of delta.
@@ -106,6 +138,7 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         two_party=two_party,
         ring=ring,
         delta_extra=extra,
+        discrete=price,
     )
 
 
@@ -133,6 +166,54 @@ def _ring_and_extra(
     return std, ring, extra
 
 
+_MOST_RAISED = 1.25  # a coarse grid may cost this much more noise than its target alone; then it is refused
+
+
+def _discrete(config: Config, guarantee: Guarantee, n: int, dimension: int) -> tuple[float, float, RingParams, Price]:
+    """Noise multiplier, own std, ring and price of a discrete Gaussian.
+
+    More noise makes the grid relatively finer and so the gap smaller, until the ring's step doubles: a few steps up
+    from what the target needs without a gap find the multiplier, or show that the grid is too coarse.
+    """
+    privacy, m, k = config.privacy, config.secagg.min_survivors, config.secagg.assumed_colluders
+
+    def at(sigma: float) -> tuple[float, float, RingParams, Price]:
+        std = own_noise_std(privacy.guarantee, sigma, privacy.clip_norm, m, k)
+        ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(privacy.clip_norm, std), dimension)
+        price = release_price(
+            noise_std=std,
+            clip_norm=privacy.clip_norm,
+            scale_log2=ring.scale_log2,
+            ring_bits=ring.bits,
+            dimension=dimension,
+            roster=n,
+            min_survivors=m,
+            colluders=k,
+        )
+        return sigma, std, ring, price
+
+    if privacy.noise_multiplier is not None:
+        return at(privacy.noise_multiplier)
+    rounds, view = config.diloco.rounds, privacy.guarantee
+    budget = Budget(view, privacy.target_epsilon, privacy.target_delta)
+    mu = max(concentrated.mu_for(privacy.target_epsilon, privacy.target_delta) / math.sqrt(rounds), 1e-90)
+    least = sigma = 1.0 / mu
+    while sigma <= _MOST_RAISED * least:
+        found = at(sigma)
+        cost = discrete_charge(guarantee, m, k, found[3])
+        if Spending().plus(cost, rounds).within(budget):
+            return found
+        left = max(privacy.target_delta - rounds * cost.delta_extra, 0.9 * privacy.target_delta)
+        mu = max(concentrated.mu_for(privacy.target_epsilon, left) / math.sqrt(rounds), 1e-90)
+        sigma *= max(1.0 + 1e-7, min(math.sqrt(cost.mu2(view)) / mu, 1.02))
+    raise ConfigError(
+        f"A ring of {config.secagg.ring_bits} bits is too coarse for {n} participants and {dimension} coordinates: at "
+        f"{math.ldexp(found[1], found[2].scale_log2):.3g} ring steps of noise the gap between a sum of discrete "
+        f"Gaussians and one of them alone takes {found[3].gap / mu:.2g} times the mu of the target.",
+        "Use more secagg.ring_bits, fewer participants, or a smaller epsilon.",
+    )
+
+
 def round_open(
     config: Config, task: Task, plan: Plan, federation_id: bytes, index: int, theta: bytes, roster: tuple[bytes, ...]
 ) -> RoundOpen:
@@ -158,6 +239,7 @@ def round_open(
         target_epsilon=config.privacy.target_epsilon,
         target_delta=config.privacy.target_delta,
         guarantee=plan.guarantee,
+        mechanism=plan.mechanism,
         replay=config.privacy.entropy == "replay",
         threshold=plan.threshold,
         min_survivors=plan.min_survivors,
@@ -189,16 +271,10 @@ def opened_charge(opened: RoundOpen) -> Charge:
     """What answering this RoundOpen costs, priced by the participant itself from the round's own numbers."""
     extra = 0.0
     if opened.private:
-        extra = release_delta(
-            noise_std=opened.noise_std,
-            clip_norm=opened.clip_norm,
-            scale_log2=opened.scale_log2,
-            ring_bits=opened.ring_bits,
-            dimension=opened.dimension,
-            roster=len(opened.roster),
-            min_survivors=opened.min_survivors,
-            colluders=opened.colluders,
-        )
+        if opened.mechanism == Mechanism.DISCRETE_GAUSSIAN:
+            price = _priced(release_price, opened)
+            return discrete_charge(Guarantee(opened.guarantee), opened.min_survivors, opened.colluders, price)
+        extra = _priced(release_delta, opened)
     return charge(
         Guarantee(opened.guarantee),
         opened.noise_std,
@@ -206,6 +282,19 @@ def opened_charge(opened: RoundOpen) -> Charge:
         opened.min_survivors,
         opened.colluders,
         extra,
+    )
+
+
+def _priced(price: Callable[..., _P], opened: RoundOpen) -> _P:
+    return price(
+        noise_std=opened.noise_std,
+        clip_norm=opened.clip_norm,
+        scale_log2=opened.scale_log2,
+        ring_bits=opened.ring_bits,
+        dimension=opened.dimension,
+        roster=len(opened.roster),
+        min_survivors=opened.min_survivors,
+        colluders=opened.colluders,
     )
 
 
@@ -224,5 +313,4 @@ def epsilon_after(opened: RoundOpen, rounds: int, view: str | None = None) -> fl
     if view is None:
         view = Guarantee(opened.guarantee).name.lower()
     cost = opened_charge(opened)
-    left = opened.target_delta - rounds * cost.delta_extra
-    return gaussian.epsilon((rounds * cost.mu2(view)) ** 0.5, left) if left > 0 else float("inf")
+    return Spending().plus(cost, rounds).epsilon(view, opened.target_delta)

@@ -21,6 +21,13 @@ class Guarantee(IntEnum):
     CENTRAL = 2
 
 
+class Mechanism(IntEnum):
+    """Whose law the noise follows: a continuous Gaussian rounded to the ring, or a discrete Gaussian on it."""
+
+    GAUSSIAN = 0
+    DISCRETE_GAUSSIAN = 1
+
+
 class Outcome(IntEnum):
     """How a round ended."""
 
@@ -39,6 +46,7 @@ class RoundOpen(Record):
     """
 
     MAGIC: ClassVar[bytes] = b"LRO1"
+    VERSION: ClassVar[int] = 2
 
     federation_id: bytes = wire(HASH)
     config_hash: bytes = wire(HASH)
@@ -59,6 +67,7 @@ class RoundOpen(Record):
     target_epsilon: float = wire(F64)
     target_delta: float = wire(F64)
     guarantee: int = wire(U8)
+    mechanism: int = wire(U8)
     replay: bool = wire(U8)
     threshold: int = wire(U32)
     min_survivors: int = wire(U32)
@@ -71,6 +80,8 @@ class RoundOpen(Record):
             raise ContractViolation("The roster must be sorted and without repetition.")
         if self.guarantee not in tuple(Guarantee):
             raise ContractViolation(f"Unknown guarantee {self.guarantee}.")
+        if self.mechanism not in tuple(Mechanism):
+            raise ContractViolation(f"Unknown mechanism {self.mechanism}.")
 
     @property
     def private(self) -> bool:

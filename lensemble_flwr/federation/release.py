@@ -12,8 +12,16 @@ import hashlib
 import numpy as np
 
 from lensemble_flwr.errors import ContractViolation
-from lensemble_flwr.federation.records import RoundOpen
-from lensemble_flwr.privacy.mechanism import Release, add_noise, clip_to_grid, encode_exact, to_release, zero_update
+from lensemble_flwr.federation.records import Mechanism, RoundOpen
+from lensemble_flwr.privacy.mechanism import (
+    Release,
+    add_discrete_noise,
+    add_noise,
+    clip_to_grid,
+    encode_exact,
+    to_release,
+    zero_update,
+)
 from lensemble_flwr.privacy.noise import Entropy, OsEntropy, ReplayEntropy
 from lensemble_flwr.secagg import RingParams
 
@@ -46,7 +54,11 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         if delta.shape != (opened.dimension,):
             raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
         clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
-    return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax)
+    if opened.mechanism == Mechanism.DISCRETE_GAUSSIAN:
+        noised = add_discrete_noise(clipped, opened.noise_std, entropy, ring.scale_log2)
+    else:
+        noised = add_noise(clipped, opened.noise_std, entropy)
+    return to_release(noised, ring.scale_log2, ring.qmax)
 
 
 def _entropy(opened: RoundOpen, identity: bytes, simulation: bool) -> Entropy:

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.privacy import concentrated, discrete_bounds
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.bounds import MIN_RING_STD, DeltaTerms, central_terms, local_terms
 from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.privacy.spending import MECHANISMS
 
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 UNIT = "all rounds of one participant"
@@ -61,6 +63,7 @@ class ClaimInputs:
         sample_rate: 1, or the rate of a secret coin of each participant.
         accountant: ``"prv"`` or ``"rdp"``.
         two_party: the two-participant mode that both agreed to.
+        mechanism: ``"gaussian"`` or ``"discrete_gaussian"``.
 
     Raises:
         ConfigError: a value out of range, or a central guarantee that these numbers cannot give.
@@ -87,6 +90,7 @@ class ClaimInputs:
     sample_rate: float = 1.0
     accountant: str = "prv"
     two_party: bool = False
+    mechanism: str = "gaussian"
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 0), ("n", 1), ("min_survivors", 1), ("colluders", 0), ("dimension", 1)):
@@ -102,6 +106,10 @@ class ClaimInputs:
         if not 0.0 < self.sample_rate <= 1.0:
             raise ConfigError(f"sample_rate={self.sample_rate!r} must be above 0 and at most 1.")
         build_accountant(self.accountant)
+        if self.mechanism not in MECHANISMS:
+            raise ConfigError(
+                f"privacy.mechanism={self.mechanism!r} is unknown.", f"Use one of {', '.join(MECHANISMS)}."
+            )
         if self.privacy_enabled:
             own_noise_std(self.guarantee, self.noise_multiplier, self.clip_norm, self.min_survivors, self.colluders)
             if self.guarantee == "central" and (self.two_party or self.n < 3):
@@ -160,7 +168,10 @@ def claims(inputs: ClaimInputs) -> list[Claim]:
     std = own_noise_std(
         inputs.guarantee, inputs.noise_multiplier, inputs.clip_norm, inputs.min_survivors, inputs.colluders
     )
-    local, central = _local_view(inputs, std), _central_view(inputs, std)
+    if inputs.mechanism == "discrete_gaussian":
+        local, central = _discrete_views(inputs, std)
+    else:
+        local, central = _local_view(inputs, std), _central_view(inputs, std)
     return [_row(observer, inputs, local, central) for observer in OBSERVERS]
 
 
@@ -227,10 +238,37 @@ def _view(inputs: ClaimInputs, sigma: float, terms: DeltaTerms) -> _View:
         return _View(math.inf, math.inf, 1.0, f"clamping, rounding and sampling would add {extra:.2g} to delta")
     both = []
     for count in (inputs.rounds, 1):
+        if inputs.mechanism == "discrete_gaussian":
+            both.append(concentrated.epsilon(math.sqrt(count) / sigma, inputs.delta))
+            continue
         accountant = build_accountant(inputs.accountant)
         accountant.step(noise_multiplier=sigma, sample_rate=inputs.sample_rate, count=count)
         both.append(accountant.spent(target_delta=inputs.delta))
     return _View(both[0], both[1], math.nextafter(inputs.delta + extra, 1.0))
+
+
+def _discrete_views(inputs: ClaimInputs, std: float) -> tuple[_View, _View]:
+    """Local and central view of a discrete Gaussian, theorems 3 and 4."""
+    ring_std, honest = math.ldexp(std, inputs.scale_log2), inputs.min_survivors - inputs.colluders
+    try:
+        discrete_bounds.check_std(ring_std)
+    except ConfigError as error:
+        nothing = _View(math.inf, math.inf, 1.0, str(error))
+        return nothing, nothing
+    own = discrete_bounds.own_multiplier(inputs.clip_norm, std, ring_std)
+    terms = discrete_bounds.local_terms(inputs.clip_norm, std, inputs.dimension, inputs.scale_log2)
+    local = _view(inputs, own, terms)
+    missing = _no_sum(inputs)
+    gap = discrete_bounds.sum_gap(ring_std, honest, inputs.dimension)
+    if not missing and gap == math.inf:
+        missing = f"the noise of {ring_std:.3g} ring steps is too coarse for sums of it"
+    if missing:
+        return local, _View(math.inf, math.inf, 1.0, missing)
+    terms = discrete_bounds.central_terms(
+        inputs.clip_norm, std, inputs.dimension, inputs.ring_bits, inputs.scale_log2, inputs.qmax, honest
+    )
+    mu = 1.0 / (own * math.sqrt(honest)) * (1.0 + 2.0**-50) + gap
+    return local, _view(inputs, 1.0 / mu * (1.0 - 2.0**-50), terms)
 
 
 def _local_view(inputs: ClaimInputs, std: float) -> _View:
@@ -239,14 +277,8 @@ def _local_view(inputs: ClaimInputs, std: float) -> _View:
 
 def _central_view(inputs: ClaimInputs, std: float) -> _View:
     honest = inputs.min_survivors - inputs.colluders
-    missing = ""
-    if not inputs.secagg_enabled:
-        missing = "no masks ran"
-    elif inputs.two_party or inputs.n < 3:
-        missing = "with two participants each knows the other's share of the sum"
-    elif honest < 2 or inputs.colluders < 1:
-        missing = f"min_survivors - colluders = {honest} leaves no noise but one's own"
-    elif math.ldexp(std, inputs.scale_log2) < MIN_RING_STD:
+    missing = _no_sum(inputs)
+    if not missing and math.ldexp(std, inputs.scale_log2) < MIN_RING_STD:
         missing = f"the noise is below {MIN_RING_STD:g} ring steps"
     if missing:
         return _View(math.inf, math.inf, 1.0, missing)
@@ -254,6 +286,18 @@ def _central_view(inputs: ClaimInputs, std: float) -> _View:
         inputs.clip_norm, std, inputs.dimension, inputs.ring_bits, inputs.scale_log2, inputs.qmax, honest
     )
     return _view(inputs, std / inputs.clip_norm * math.sqrt(honest), terms)
+
+
+def _no_sum(inputs: ClaimInputs) -> str:
+    """Why nobody's noise but one's own counts in this run; empty if others' does."""
+    honest = inputs.min_survivors - inputs.colluders
+    if not inputs.secagg_enabled:
+        return "no masks ran"
+    if inputs.two_party or inputs.n < 3:
+        return "with two participants each knows the other's share of the sum"
+    if honest < 2 or inputs.colluders < 1:
+        return f"min_survivors - colluders = {honest} leaves no noise but one's own"
+    return ""
 
 
 def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Claim:
@@ -271,6 +315,9 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
         theorem = f"Theorem 2 (central): sigma_eff = s sqrt({honest}) / C"
     else:
         theorem = "Theorem 1 (local): sigma_eff = s / C, own noise alone"
+    if inputs.mechanism == "discrete_gaussian":
+        theorem = theorem.replace("Theorem 2", "Theorem 4").replace("Theorem 1", "Theorem 3")
+        theorem += "; discrete Gaussian on the ring, converted as concentrated privacy"
     if inputs.two_party and observer == "peers":
         assumptions.append("two participants: the peer knows this update up to its own noise")
     holds, why_not = True, ""

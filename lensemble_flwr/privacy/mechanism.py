@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
+from lensemble_flwr.privacy.discrete import DiscreteGaussian
 from lensemble_flwr.privacy.noise import (
     Entropy,
     Keystream,
@@ -452,7 +453,10 @@ class ClippedUpdate(_Sealed):
 
 
 class NoisedUpdate(_Sealed):
-    """Integers k + rint(N / g0). ``entropy`` is "csprng", "replay", or "none" if the std was 0."""
+    """Integers k + rint(N / g0), or multiples of the ring step from :func:`add_discrete_noise`.
+
+    ``entropy`` is "csprng", "replay", or "none" if the std was 0.
+    """
 
     __slots__ = ("clip_norm", "dimension", "entropy", "g0_log2", "noise_std", "v")
     v: NDArray[np.int64]
@@ -595,27 +599,67 @@ def add_noise(update: ClippedUpdate, std: float, entropy: Entropy) -> NoisedUpda
         ConfigError: the operating system's random source failed; the update is untouched.
         ContractViolation: not a ClippedUpdate, one that is used up, another std, or no source of entropy.
     """
-    if type(update) is not ClippedUpdate:
-        raise ContractViolation(f"Noise is added to a ClippedUpdate only, not to {type(update).__name__}.")
+    values = _open_update(update, std)
     kind = entropy_kind(entropy)
-    values = update.k
-    if std != update.noise_std:
-        raise ContractViolation(f"The update was clipped for a noise std of {update.noise_std!r}, not {std!r}.")
     if std > 0.0:
+        steps = math.ldexp(std, -update.g0_log2)
         with entropy.open() as stream:
-            object.__setattr__(update, "_k", None)  # from here on there is no way back to the exact values
-            values.flags.writeable = True
-            steps = math.ldexp(std, -update.g0_log2)
+            _take(update, values)
             RoundedGaussian(steps, update.clip_norm / std).add_to(values, stream)
             values.flags.writeable = False
     else:
         object.__setattr__(update, "_k", None)
         kind = "none"
+    return _noised(update, values, kind)
+
+
+def add_discrete_noise(update: ClippedUpdate, std: float, entropy: Entropy, scale_log2: int) -> NoisedUpdate:
+    """Replace every coordinate by a discrete Gaussian on the ring grid 2^-scale_log2, centred at it; use the update up.
+
+    :func:`to_release` on the same grid then has nothing left to round.
+
+    Args:
+        update: from :func:`clip_to_grid` or :func:`zero_update`; a second call with it is refused.
+        std: the ``noise_std`` that it was clipped for, > 0: the parameter s of the discrete Gaussian.
+        entropy: :class:`OsEntropy` (one fresh key for this draw) or :class:`ReplayEntropy`.
+        scale_log2: the ring's scale.
+
+    Raises:
+        ConfigError: the operating system's random source failed; the update is untouched.
+        ContractViolation: not a ClippedUpdate, one that is used up, another std, no source of entropy, or a grid on
+            which s is not between 0.5 and 2048 steps.
+    """
+    values = _open_update(update, std)
+    kind = entropy_kind(entropy)
+    ratio = update.clip_norm / std if std > 0.0 else 0.0
+    noise = DiscreteGaussian(math.ldexp(std, scale_log2), -scale_log2 - update.g0_log2, ratio)
+    with entropy.open() as stream:
+        _take(update, values)
+        noise.move(values, stream)
+        values.flags.writeable = False
+    return _noised(update, values, kind)
+
+
+def _open_update(update: ClippedUpdate, std: float) -> NDArray[np.int64]:
+    if type(update) is not ClippedUpdate:
+        raise ContractViolation(f"Noise is added to a ClippedUpdate only, not to {type(update).__name__}.")
+    values = update.k
+    if std != update.noise_std:
+        raise ContractViolation(f"The update was clipped for a noise std of {update.noise_std!r}, not {std!r}.")
+    return values
+
+
+def _take(update: ClippedUpdate, values: NDArray[np.int64]) -> None:
+    object.__setattr__(update, "_k", None)  # from here on there is no way back to the exact values
+    values.flags.writeable = True
+
+
+def _noised(update: ClippedUpdate, values: NDArray[np.int64], kind: str) -> NoisedUpdate:
     return NoisedUpdate(
         _PASS,
         v=values,
         clip_norm=update.clip_norm,
-        noise_std=std,
+        noise_std=update.noise_std,
         g0_log2=update.g0_log2,
         dimension=values.size,
         entropy=kind,

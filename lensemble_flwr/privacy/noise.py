@@ -52,8 +52,8 @@ MAX_STD = 2.0**44
 """Largest S: every integer met is then exact in float64."""
 
 _MAX_REACH = 64.0
-_RELATIVE_BITS = 300
-_EXACT = decimal.Context(prec=150, Emin=-(10**6), Emax=10**6)  # floating point: 150 digits relative, 498 bits
+RELATIVE_BITS = 300
+EXACT = decimal.Context(prec=150, Emin=-(10**6), Emax=10**6)  # floating point: 150 digits relative, 498 bits
 _NONCE_BYTES = 1 << 32  # keystream under one nonce; AES-GCM allows 2^36
 _TAYLOR = [1.0 / math.factorial(i) for i in range(26)]
 
@@ -214,8 +214,8 @@ def _table(std: float, column_bits: int) -> _Table:
     """Strata 0 .. 2^column_bits - 1 of width 2^j."""
     j, columns = _width_log2(std), 1 << column_bits
     cut = columns * 2**j / std
-    bits = math.ceil(cut * cut / 2 / math.log(2)) + _RELATIVE_BITS + column_bits  # the smallest weight keeps 300 bits
-    with decimal.localcontext(_EXACT):
+    bits = math.ceil(cut * cut / 2 / math.log(2)) + RELATIVE_BITS + column_bits  # the smallest weight keeps 300 bits
+    with decimal.localcontext(EXACT):
         exact = Decimal(std)
         base = (-(Decimal(2) ** (2 * j)) / (2 * exact * exact)).exp()  # exp(-(c J)^2 / 2 S^2) = base^(c^2)
         square, power, step = base * base, Decimal(1), base
@@ -227,7 +227,7 @@ def _table(std: float, column_bits: int) -> _Table:
         total = sum(masses)
         weights = [int(m * 2**bits / total) for m in masses]
     weights[0] += 2**bits - sum(weights)
-    thresholds, aliases = _alias(weights, 1 << (bits - column_bits))
+    thresholds, aliases = alias_table(weights, 1 << (bits - column_bits))
     fraction_bits = 63 - column_bits
     low_bits = bits - column_bits - fraction_bits
     starts = np.array([v << j for pair in zip(range(columns), aliases, strict=True) for v in pair], np.int64)
@@ -261,7 +261,7 @@ def _cell(k: int, std: Decimal) -> Decimal:
     return total
 
 
-def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
+def alias_table(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Walker's alias table in integers: sum(weights) = len(weights) * capacity."""
     left = list(weights)
     aliases = list(range(len(left)))
@@ -386,12 +386,12 @@ class RoundedGaussian:
 
     def _decide_exactly(self, uniform: int, bits: int, start: int, size: int, stream: Keystream) -> bool:
         table = self._table
-        with decimal.localcontext(_EXACT):
+        with decimal.localcontext(EXACT):
             exponent = -Decimal(size * (2 * start + size)) / (2 * table.std * table.std)
             ratio = exponent.exp() * _cell(start + size, table.std) / _cell(start, table.std)
             if uniform == int(ratio * 2**bits):
-                uniform = uniform << _RELATIVE_BITS | stream.integer(_RELATIVE_BITS)
-                bits += _RELATIVE_BITS
+                uniform = uniform << RELATIVE_BITS | stream.integer(RELATIVE_BITS)
+                bits += RELATIVE_BITS
             return uniform < int(ratio * 2**bits)
 
 

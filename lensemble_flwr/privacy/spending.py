@@ -1,10 +1,13 @@
 """What a release costs, what a budget allows, and the exact sum of many charges.
 
 Every release is a Gaussian mechanism at full participation, so a participant's whole history is one number per view:
-mu^2, the sum of 1/sigma_t^2. Sums are exact: a float is a whole multiple of 2^-1074, so
-they are kept as integers of that unit, and a charge is rounded up to it once. They never under-count, do not depend on
-the order of the rounds, and n rounds in one step equal n steps of one round. Floats come in only when a sum is turned
-into an epsilon or a delta, and are then rounded to the unfavourable side.
+mu^2, the sum of 1/sigma_t^2. A discrete Gaussian has one too, but only its concentrated privacy is that of a Gaussian:
+once there was one, the whole history is converted so (:mod:`.concentrated`), which holds for both kinds.
+
+Sums are exact: a float is a whole multiple of 2^-1074, so they are kept as integers of that unit, and a charge is
+rounded up to it once. They never under-count, do not depend on the order of the rounds, and n rounds in one step equal
+n steps of one round. Floats come in only when a sum is turned into an epsilon or a delta, and are then rounded to the
+unfavourable side.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from lensemble_flwr.errors import ConfigError
-from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy import concentrated, gaussian
 
 VIEWS = ("local", "central")
 SCOPES = ("lifetime", "federation")
 GUARANTEES = ("local", "central", "none")
+MECHANISMS = ("gaussian", "discrete_gaussian")
 
 _UNIT = 1 << 1074
 """Units in 1.0: the smallest positive float64 is one unit."""
@@ -38,6 +42,8 @@ class Charge:
             of every budget it is held against. Above 1 or not a number is taken as 1: no guarantee.
         sample_rate: 1.0. Amplification by subsampling needs a coin that nobody ever sees.
         guarantee: which view the noise was sized for, ``local``, ``central`` or ``none``; recorded, not priced.
+        mechanism: ``gaussian`` or ``discrete_gaussian``; of the latter ``own_multiplier`` is 1/mu of the local view.
+        gap: what mu of the central view is raised by; only for a discrete Gaussian.
 
     Raises:
         ConfigError: a value of the wrong type or range.
@@ -49,6 +55,8 @@ class Charge:
     delta_extra: float = 0.0
     sample_rate: float = 1.0
     guarantee: str = "local"
+    mechanism: str = "gaussian"
+    gap: float = 0.0
 
     def __post_init__(self) -> None:
         own = _number("own_multiplier", self.own_multiplier)
@@ -68,6 +76,12 @@ class Charge:
             )
         if self.guarantee not in GUARANTEES:
             raise ConfigError(f"Charge: guarantee={self.guarantee!r} must be one of {', '.join(GUARANTEES)}.")
+        if self.mechanism not in MECHANISMS:
+            raise ConfigError(f"Charge: mechanism={self.mechanism!r} must be one of {', '.join(MECHANISMS)}.")
+        gap = _number("gap", self.gap)
+        if not (gap == 0.0 or (self.mechanism != "gaussian" and math.isfinite(gap))):
+            raise ConfigError(f"Charge: gap={self.gap!r} must be finite, and 0 unless the noise is discrete.")
+        object.__setattr__(self, "gap", gap)
 
     @cached_property
     def units(self) -> Spending:
@@ -77,7 +91,13 @@ class Charge:
         numerator, denominator = self.own_multiplier.as_integer_ratio()
         noisy = max(1, self.min_survivors - self.colluders)
         local, central = (-(-_UNIT * denominator**2 // (numerator**2 * n)) for n in (1, noisy))
-        return Spending(local, central, _exact(self.delta_extra))
+        if self.gap and noisy > 1:
+            mu = math.sqrt(_float_up(central)) * (1.0 + 2.0**-50) + self.gap
+            raised = math.nextafter(mu * mu, math.inf)
+            if raised == math.inf:
+                return Spending(0, 0, _exact(self.delta_extra), endless=True)
+            central = _exact(raised)
+        return Spending(local, central, _exact(self.delta_extra), concentrated=self.mechanism != "gaussian")
 
     def mu2(self, view: str) -> float:
         """mu^2 of one such release against the observers of ``view``, rounded up; infinite without noise.
@@ -88,14 +108,16 @@ class Charge:
         return self.units.mu2(view)
 
     def record(self) -> dict[str, Any]:
-        """The charge as plain JSON values (``sample_rate`` is left out while there is only one)."""
-        return {
+        """The charge as plain JSON values (``sample_rate`` is left out while there is only one, ``mechanism`` and
+        ``gap`` for a continuous Gaussian: an older release can read what it understands, and refuses the rest)."""
+        kept = {
             "own_multiplier": self.own_multiplier,
             "min_survivors": self.min_survivors,
             "colluders": self.colluders,
             "delta_extra": self.delta_extra,
             "guarantee": self.guarantee,
         }
+        return kept if self.mechanism == "gaussian" else {**kept, "mechanism": self.mechanism, "gap": self.gap}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Charge:
@@ -136,21 +158,24 @@ class Budget:
 
 
 class Spending(NamedTuple):
-    """The exact sum of charges, in units of 2^-1074. ``endless``: a charge without noise was among them."""
+    """The exact sum of charges, in units of 2^-1074. ``endless``: a charge without noise was among them;
+    ``concentrated``: a discrete Gaussian was."""
 
     local: int = 0
     central: int = 0
     delta: int = 0
     endless: bool = False
+    concentrated: bool = False
 
     def plus(self, charge: Charge, rounds: int = 1) -> Spending:
         """The sum after ``rounds`` more releases at ``charge``."""
-        local, central, delta, endless = charge.units
+        local, central, delta, endless, concentrated = charge.units
         return Spending(
             self.local + rounds * local,
             self.central + rounds * central,
             self.delta + rounds * delta,
             self.endless or endless,
+            self.concentrated or concentrated,
         )
 
     def joined(self, other: Spending) -> Spending:
@@ -160,17 +185,21 @@ class Spending(NamedTuple):
             self.central + other.central,
             self.delta + other.delta,
             self.endless or other.endless,
+            self.concentrated or other.concentrated,
         )
 
     def record(self) -> list[Any]:
-        """The sums as plain JSON values."""
-        return [f"{self.local:x}", f"{self.central:x}", f"{self.delta:x}", self.endless]
+        """The sums as plain JSON values; ``concentrated`` stands there only if it is true."""
+        sums = [f"{self.local:x}", f"{self.central:x}", f"{self.delta:x}", self.endless]
+        return [*sums, True] if self.concentrated else sums
 
     @classmethod
     def from_record(cls, record: list[Any]) -> Spending:
         """The sums of :meth:`record`. Raises TypeError or ValueError when they are none."""
-        local, central, delta, endless = record
-        return cls(int(local, 16), int(central, 16), int(delta, 16), bool(endless))
+        local, central, delta, endless, *concentrated = record
+        if concentrated not in ([], [True]):
+            raise ValueError("sums")
+        return cls(int(local, 16), int(central, 16), int(delta, 16), bool(endless), bool(concentrated))
 
     def mu2(self, view: str) -> float:
         """Composed mu^2, rounded up."""
@@ -181,6 +210,10 @@ class Spending(NamedTuple):
     def delta_extra(self) -> float:
         """Sum of the releases' ``delta_extra``, rounded up."""
         return _float_up(self.delta)
+
+    @property
+    def _theory(self) -> Any:
+        return concentrated if self.concentrated else gaussian
 
     def _mu(self, view: str) -> float:
         return math.sqrt(self.mu2(view))  # its own rounding is far below the margin that gaussian adds
@@ -193,7 +226,7 @@ class Spending(NamedTuple):
             mu = self._mu(budget.view)
             if math.isinf(mu):
                 return False
-            reached = 0.0 if mu == 0.0 else float(gaussian.delta(mu, budget.epsilon))
+            reached = 0.0 if mu == 0.0 else float(self._theory.delta(mu, budget.epsilon))
             return _exact(reached) + self.delta <= _exact(budget.delta)
         except Exception:  # overflow, NaN, a defect: what was not shown to fit does not fit
             return False
@@ -205,7 +238,7 @@ class Spending(NamedTuple):
             left = _float_down(_exact(delta) - self.delta)
             if left <= 0.0 or math.isinf(mu):
                 return math.inf
-            value = 0.0 if mu == 0.0 else float(gaussian.epsilon(mu, left))
+            value = 0.0 if mu == 0.0 else float(self._theory.epsilon(mu, left))
         except Exception:  # as in within: what was not computed is not bounded
             return math.inf
         return value if value >= 0.0 else math.inf

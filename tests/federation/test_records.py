@@ -35,6 +35,7 @@ OPEN = RoundOpen(
     target_epsilon=8.0,
     target_delta=1e-5,
     guarantee=2,
+    mechanism=0,
     replay=False,
     threshold=3,
     min_survivors=3,
@@ -111,6 +112,12 @@ def test_values_that_do_not_fit() -> None:
     for change in ({"round": -1}, {"dimension": 2**64}, {"clip_norm": float("nan")}, {"theta_hash": b"short"}):
         with pytest.raises(ContractViolation):
             dataclasses.replace(OPEN, **change).encode()
+
+
+@pytest.mark.parametrize("name", ["guarantee", "mechanism"])
+def test_an_unknown_kind_of_privacy_is_refused(name: str) -> None:
+    with pytest.raises(ContractViolation, match=f"Unknown {name}"):
+        dataclasses.replace(OPEN, **{name: 9})
 
 
 def test_digest_covers_every_field() -> None:
