@@ -166,6 +166,7 @@ def _ring_and_extra(
     return std, ring, extra
 
 
+_RAISE = 1.01
 _MOST_RAISED = 1.25  # a coarse grid may cost this much more noise than its target alone; then it is refused
 
 
@@ -196,16 +197,21 @@ def _discrete(config: Config, guarantee: Guarantee, n: int, dimension: int) -> t
         return at(privacy.noise_multiplier)
     rounds, view = config.diloco.rounds, privacy.guarantee
     budget = Budget(view, privacy.target_epsilon, privacy.target_delta)
+
+    def fits(price: Price) -> bool:
+        return Spending().plus(discrete_charge(guarantee, m, k, price), rounds).within(budget)
+
     mu = max(concentrated.mu_for(privacy.target_epsilon, privacy.target_delta) / math.sqrt(rounds), 1e-90)
-    least = sigma = 1.0 / mu
-    while sigma <= _MOST_RAISED * least:
+    least = low = sigma = 1.0 / mu
+    found = at(least)
+    while not fits(found[3]) and sigma <= _MOST_RAISED * least:
+        low, sigma = sigma, sigma * _RAISE
         found = at(sigma)
-        cost = discrete_charge(guarantee, m, k, found[3])
-        if Spending().plus(cost, rounds).within(budget):
-            return found
-        left = max(privacy.target_delta - rounds * cost.delta_extra, 0.9 * privacy.target_delta)
-        mu = max(concentrated.mu_for(privacy.target_epsilon, left) / math.sqrt(rounds), 1e-90)
-        sigma *= max(1.0 + 1e-7, min(math.sqrt(cost.mu2(view)) / mu, 1.02))
+    if fits(found[3]):
+        while sigma > low * (1.0 + 1e-7):
+            middle = at(0.5 * (low + sigma))
+            low, sigma, found = (low, middle[0], middle) if fits(middle[3]) else (middle[0], sigma, found)
+        return found
     raise ConfigError(
         f"A ring of {config.secagg.ring_bits} bits is too coarse for {n} participants and {dimension} coordinates: at "
         f"{math.ldexp(found[1], found[2].scale_log2):.3g} ring steps of noise the gap between a sum of discrete "

@@ -511,7 +511,8 @@ def _check_identity(book: Book, identity: bytes | None, path: Path) -> None:
 
 
 def _sums(spent: Spending) -> dict[str, Any]:
-    return {"mu2_local": spent.mu2("local"), "mu2_central": spent.mu2("central"), "delta_extra": spent.delta_extra}
+    sums = {"mu2_local": spent.mu2("local"), "mu2_central": spent.mu2("central"), "delta_extra": spent.delta_extra}
+    return {**sums, "concentrated": True} if spent.concentrated else sums
 
 
 def _key(federation_id: bytes, round_index: int) -> Key:

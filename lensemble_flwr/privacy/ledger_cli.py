@@ -13,6 +13,7 @@ from lensemble_flwr.privacy.ledger import Charge, PrivacyLedger
 from lensemble_flwr.privacy.ledger_book import STATES
 from lensemble_flwr.privacy.ledger_file import Head
 from lensemble_flwr.privacy.ledger_repair import Report, repair, verify
+from lensemble_flwr.privacy.spending import MECHANISMS
 
 
 def ledger_command(args: list[str]) -> int:
@@ -79,7 +80,14 @@ def _verify(options: argparse.Namespace) -> int:
 def _repair(options: argparse.Namespace) -> int:
     charge = None
     if options.own_noise is not None:
-        charge = Charge(options.own_noise, options.min_survivors, options.colluders, options.delta_extra)
+        charge = Charge(
+            options.own_noise,
+            options.min_survivors,
+            options.colluders,
+            options.delta_extra,
+            mechanism=options.mechanism,
+            gap=options.gap,
+        )
     report = repair(options.path, options.head, options.charge_rounds, charge, options.identity)
     print(f"Repaired {options.path}; the damaged files are kept beside it as *.damaged-*.")
     _print_report(report)
@@ -133,6 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     mend.add_argument("--min-survivors", type=_whole, default=1, metavar="M", help="of each (default: %(default)s)")
     mend.add_argument("--colluders", type=_whole, default=0, metavar="K", help="of each (default: %(default)s)")
     mend.add_argument("--delta-extra", type=float, default=0.0, metavar="D", help="of each (default: %(default)s)")
+    mend.add_argument("--mechanism", choices=MECHANISMS, default="gaussian", help="of each (default: %(default)s)")
+    mend.add_argument("--gap", type=float, default=0.0, metavar="G", help="of each, if its noise was discrete")
     mend.add_argument("--identity", type=_hex32, metavar="HEX", help="only if the first record cannot be read")
     return parser
 

@@ -12,9 +12,9 @@ from lensemble_flwr.config import load_config
 from lensemble_flwr.errors import ConfigError, ContractViolation
 from lensemble_flwr.federation.linear_task import LinearTask
 from lensemble_flwr.federation.plan import epsilon_after, make_plan, opened_charge, round_open
-from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.federation.records import Mechanism, RoundOpen
 from lensemble_flwr.federation.release import release_update
-from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy import concentrated, gaussian
 
 D = 20_000
 
@@ -101,3 +101,67 @@ def test_a_ring_that_is_too_coarse_for_the_central_claim_is_refused() -> None:
 def test_a_target_that_cannot_be_met_says_what_would() -> None:
     with pytest.raises(ConfigError):
         opened("privacy.target_epsilon=1e-9 privacy.target_delta=1e-300 diloco.rounds=1000000")
+
+
+# --- the discrete Gaussian ---
+
+COARSE = "secagg.ring_bits=16 privacy.mechanism=discrete_gaussian privacy.target_delta=1e-6"
+
+
+def test_the_discrete_plan_meets_its_target_on_a_ring_too_coarse_for_rounding() -> None:
+    with pytest.raises(ConfigError, match="too coarse"):
+        opened(COARSE.replace("discrete_", ""), n=500)
+    record = opened(COARSE, n=500)
+    assert record.mechanism == Mechanism.DISCRETE_GAUSSIAN
+    steps = math.ldexp(record.noise_std, record.scale_log2)
+    assert 0.5 < steps < 2.0
+    assert 8.0 * (1 - 1e-5) < epsilon_after(record, record.rounds) <= 8.0
+    assert epsilon_after(record, record.rounds + 1) > 8.0
+    cost = opened_charge(record)
+    assert cost.mechanism == "discrete_gaussian"
+    mu = math.sqrt(record.rounds) * (record.clip_norm / (record.noise_std * math.sqrt(498)) + cost.gap)
+    assert epsilon_after(record, record.rounds) == pytest.approx(concentrated.epsilon(mu, 1e-6), rel=1e-3)
+    assert epsilon_after(record, 1, "local") > 100
+
+
+def test_the_discrete_plan_is_tight_where_the_gap_is_nothing() -> None:
+    for guarantee in ("local", "central"):
+        record = opened(f"{COARSE} privacy.guarantee={guarantee}")
+        assert 8.0 * (1 - 1e-6) < epsilon_after(record, record.rounds) <= 8.0
+
+
+def test_coarse_releases_sum_to_the_mean_with_no_more_than_the_noise() -> None:
+    record = dataclasses.replace(opened(COARSE, n=500), dimension=2000)
+    delta = np.full(2000, record.clip_norm / math.sqrt(2000) * 0.99, np.float32)  # 0.07 ring steps a coordinate
+    total = np.zeros(2000)
+    for identity in record.roster:
+        release = release_update(delta, record, identity, False)
+        assert release.claimable
+        total += release.q
+    mean = np.ldexp(total / 500, -record.scale_log2)
+    std = record.noise_std / math.sqrt(500)
+    assert abs((mean - delta).mean()) < 5 * std / math.sqrt(2000)
+    assert abs((mean - delta).std() / std - 1) < 5 / math.sqrt(2 * 2000)
+
+
+def test_discrete_replay_is_the_same_each_time_and_differs_by_participant() -> None:
+    record = opened(f"{COARSE} privacy.entropy=replay")
+    one, again = (release_update(None, record, record.roster[0], True) for _ in range(2))
+    np.testing.assert_array_equal(one.q, again.q)
+    assert not one.claimable
+    assert not np.array_equal(one.q, release_update(None, record, record.roster[1], True).q)
+
+
+def test_discrete_refusals_say_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"too fine.*mechanism=gaussian"):
+        opened(COARSE.replace("ring_bits=16", "ring_bits=32"))
+    with pytest.raises(ConfigError, match=r"ring steps.*not nearly.*ring_bits"):
+        opened(COARSE, n=900)
+    with pytest.raises(ConfigError, match=r"needs 0.5.*ring_bits"):
+        opened(f"{COARSE} privacy.noise_multiplier=0.5", n=1000)
+    with pytest.raises(ConfigError, match=r"too coarse for 800 participants.*ring_bits"):
+        opened(COARSE, n=800)
+    with pytest.raises(ConfigError, match=r"privacy\.mechanism='laplace'"):
+        opened("privacy.mechanism=laplace")
+    explicit = opened(f"{COARSE} privacy.noise_multiplier=3")
+    assert explicit.noise_multiplier == 3.0

@@ -543,3 +543,41 @@ def test_participants_with_another_warm_start_refuse_to_join(tmp_path: Path) -> 
         lonely.transport.members[node].task = other
     with pytest.raises(RoundError, match=r"refused to join .HASH_MISMATCH"):
         lonely.start()
+
+
+# ---------------------------------------------------------------- the discrete Gaussian
+
+DISCRETE = "secagg.ring_bits=16 privacy.mechanism=discrete_gaussian"
+
+
+def test_a_federation_with_discrete_noise_on_a_16_bit_ring(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, DISCRETE)
+    final = federation.start()
+    records = federation.rounds()
+    assert [r["outcome"] for r in records] == ["committed"] * 3
+    assert all(r["private"] for r in records)
+    assert np.isfinite(final).all()
+    target = federation.config.privacy.target_epsilon
+    assert target * (1 - 1e-5) < records[-1]["epsilon_central"] <= target
+    for node in federation.transport.members.values():
+        with node.site.ledger() as ledger:
+            spent = ledger.spent("central", federation.config.privacy.target_delta)
+            assert spent == pytest.approx(records[-1]["epsilon_central"], rel=1e-9)
+            assert ledger.summary()["lifetime"]["concentrated"] is True
+    assert federation.config.privacy.mechanism == "discrete_gaussian"
+
+
+def test_a_coordinator_that_names_another_mechanism_is_refused(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, DISCRETE)
+
+    def before(at: str, node: int, fields: Any) -> Any:
+        if at != Stage.OPEN:
+            return None
+        lie = dataclasses.replace(RoundOpen.decode(fields["body"]), mechanism=0)
+        return {**fields, "body": lie.encode()}
+
+    federation.transport.before = before
+    with pytest.raises(SecureAggregationError):
+        federation.start()
+    assert {str(error) for _, _, error in federation.transport.errors if "numbers" in str(error)}
+    assert federation.ledger_rounds() == [0, 0, 0, 0]

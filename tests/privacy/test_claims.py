@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ConfigError
-from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy import concentrated, discrete_bounds, gaussian
 from lensemble_flwr.privacy.bounds import ring_bound
 from lensemble_flwr.privacy.claims import OBSERVERS, SIMULATED, ClaimInputs, claim_grade, claims, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
@@ -288,3 +288,50 @@ def test_table_says_it_all():
     assert "inf" in text
     assert "not claimed: the noise is replayed" in text
     assert "17.8" not in text
+
+
+# --- the discrete Gaussian ---
+
+
+def coarse(**changes) -> ClaimInputs:
+    """500 participants on a 16-bit ring: about one ring step of noise."""
+    values = {"mechanism": "discrete_gaussian", "n": 500, "min_survivors": 400, "ring_bits": 16, "qmax": 65}
+    return inputs(**{**values, "rounds": 3, "scale_log2": 4, "noise_multiplier": 1.4, **changes})
+
+
+def test_a_coarse_ring_has_a_central_claim_only_with_the_discrete_mechanism() -> None:
+    found = {row.observer: row for row in claims(coarse())}
+    row = found["model_reader"]
+    assert row.holds
+    assert row.guarantee == "central"
+    assert "Theorem 4" in row.theorem
+    assert "concentrated" in row.theorem
+    assert found["anyone"].theorem.startswith("Theorem 3")
+    std = own_noise_std("central", 1.4, 1.0, 400, 1)
+    steps = std * 16
+    assert 1.0 < steps < 1.2
+    mu = math.sqrt(3) * (1 / 1.4 + discrete_bounds.sum_gap(steps, 399, 1000))
+    assert row.epsilon == pytest.approx(concentrated.epsilon(mu, 1e-5), rel=1e-6)
+    assert found["anyone"].epsilon == pytest.approx(concentrated.epsilon(math.sqrt(3) / std, 1e-5), rel=1e-6)
+    rounded = {row.observer: row for row in claims(coarse(mechanism="gaussian"))}["model_reader"]
+    assert rounded.guarantee == "local"
+    assert "ring steps" in rounded.why_not
+
+
+@pytest.mark.parametrize("changes", [{"scale_log2": 2}, {"scale_log2": 20}])
+def test_a_grid_beside_the_discrete_range_claims_nothing(changes) -> None:
+    for row in claims(coarse(**changes)):
+        assert not row.holds
+        assert row.epsilon == math.inf
+        assert "too coarse" in row.why_not or "too fine" in row.why_not
+
+
+def test_a_sum_that_is_not_nearly_discrete_has_the_local_claim_only() -> None:
+    for row in claims(coarse(noise_multiplier=0.64)):  # half a step
+        assert row.guarantee == "local"
+        assert row.epsilon_central == math.inf
+
+
+def test_an_unknown_mechanism() -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.mechanism='laplace'"):
+        inputs(mechanism="laplace")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lensemble_flwr.errors import ContractViolation, LedgerError, PrivacyBudgetExceeded
+from lensemble_flwr.privacy import concentrated
 from lensemble_flwr.privacy import ledger as ledger_module
 from lensemble_flwr.privacy.ledger import MOST_ROUNDS, Budget, Charge, EntryState, PrivacyLedger, replay, snapshot
 from lensemble_flwr.privacy.ledger_file import Head, bodies, check_chain, record_hash
@@ -679,3 +680,24 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_discrete_releases_are_converted_as_concentrated_for_ever(tmp_path: Path) -> None:
+    path = start(tmp_path)
+    charge = Charge(2.0, 10, 2, 1e-9, guarantee="central", mechanism="discrete_gaussian", gap=0.01)
+    budget = Budget("central", 4.0, 1e-5)
+    with checkpoint_every(4):
+        for index in range(6):  # across checkpoints and openings
+            with PrivacyLedger.open(path) as ledger:
+                ledger.reserve(FID, index, charge, (budget,))
+                ledger.encoded(FID, index, h(1), h(2))
+        with PrivacyLedger.open(path) as ledger:
+            mu = math.sqrt(ledger.mu2("central"))
+            assert mu == pytest.approx(math.sqrt(6) * (0.5 / math.sqrt(8) + 0.01), rel=1e-12)
+            expected = concentrated.epsilon(mu, 1e-5 - 6e-9)
+            assert ledger.spent("central", 1e-5) == pytest.approx(expected, rel=1e-9)
+            assert ledger.summary()["lifetime"]["concentrated"] is True
+            left = ledger.remaining(charge, (budget,), FID)
+            assert ledger.would_exceed(charge, (budget,), FID, left) is None
+            assert ledger.would_exceed(charge, (budget,), FID, left + 1) == budget
+    assert verify(path).ok

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ConfigError
-from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy import concentrated, gaussian
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.spending import Budget, Charge, Spending
 
@@ -156,6 +156,11 @@ def test_charges_survive_their_record(charge: Charge) -> None:
         ({"sample_rate": 0.5}, "seen by others"),
         ({"sample_rate": math.nan}, "sample_rate"),
         ({"guarantee": "global"}, "guarantee"),
+        ({"mechanism": "laplace"}, "mechanism"),
+        ({"gap": 0.1}, "gap"),
+        ({"mechanism": "discrete_gaussian", "gap": -0.1}, "gap"),
+        ({"mechanism": "discrete_gaussian", "gap": math.inf}, "gap"),
+        ({"mechanism": "discrete_gaussian", "gap": math.nan}, "gap"),
     ],
 )
 def test_bad_charges(values: dict, name: str) -> None:
@@ -178,3 +183,70 @@ def test_bad_charges(values: dict, name: str) -> None:
 def test_bad_budgets(values: dict, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Budget(**{"view": "local", "epsilon": 1.0, "delta": 1e-5, **values})
+
+
+# --- discrete Gaussians ---
+
+
+def discrete(own: float = 2.0, m: int = 10, k: int = 2, extra: float = 0.0, gap: float = 0.0) -> Charge:
+    return Charge(own, m, k, extra, mechanism="discrete_gaussian", gap=gap)
+
+
+@given(multipliers, st.integers(1, 50), st.integers(0, 60), st.floats(0, 10), st.integers(1, 1000))
+def test_the_gap_raises_the_central_mu_only(own: float, m: int, k: int, gap: float, rounds: int) -> None:
+    spent = Spending().plus(discrete(own, m, k, gap=gap), rounds)
+    plain = Spending().plus(Charge(own, m, k), rounds)
+    assert spent.mu2("local") == plain.mu2("local")
+    noisy = max(1, m - k)
+    truth = rounds * (1 / (own * math.sqrt(noisy)) + (gap if noisy > 1 else 0.0)) ** 2
+    assert truth * (1 - 1e-14) <= spent.mu2("central") <= truth * (1 + 1e-14)
+    assert spent.mu2("central") >= plain.mu2("central")
+
+
+def test_one_discrete_release_makes_the_whole_history_concentrated() -> None:
+    """Sound for both kinds, and never cheaper than what a continuous history of the same mu costs."""
+    plain = Spending().plus(Charge(2.0, 10, 2), 5)
+    mixed = plain.plus(discrete())
+    assert (plain.concentrated, mixed.concentrated) == (False, True)
+    assert plain.joined(mixed).concentrated
+    assert mixed.joined(plain).concentrated
+    for view in ("local", "central"):
+        mu = math.sqrt(mixed.mu2(view))
+        assert mixed.epsilon(view, 1e-5) == concentrated.epsilon(mu, 1e-5)
+        assert mixed.epsilon(view, 1e-5) > gaussian.epsilon(mu, 1e-5)
+        epsilon = mixed.epsilon(view, 1e-5)
+        assert mixed.within(Budget(view, epsilon * (1 + 1e-9), 1e-5))
+        assert not mixed.within(Budget(view, epsilon * (1 - 1e-9), 1e-5))
+        assert mixed.plus(Charge(1e9, 3, 1)).epsilon(view, 1e-5) >= epsilon
+
+
+@pytest.mark.parametrize("broken", [lambda *_: math.nan, lambda *_: math.inf, failing])
+def test_a_failing_conversion_of_a_discrete_history_refuses(monkeypatch: pytest.MonkeyPatch, broken) -> None:
+    spent, budget = Spending().plus(discrete(100.0)), Budget("local", 8.0, 1e-5)
+    assert spent.within(budget)
+    monkeypatch.setattr(concentrated, "delta", broken)
+    monkeypatch.setattr(concentrated, "epsilon", broken)
+    assert not spent.within(budget)
+    assert spent.epsilon("local", 1e-5) == math.inf
+
+
+@pytest.mark.parametrize("charge", [discrete(5e-324, 10, 2, gap=1.0), discrete(1.0, 10, 2, gap=1e200)])
+def test_a_discrete_charge_beyond_all_bounds_is_endless(charge: Charge) -> None:
+    spent = Spending().plus(charge)
+    assert spent.epsilon("central", 0.5) == math.inf
+    assert not spent.within(Budget("central", 1e300, 0.9))
+
+
+def test_records_of_discrete_charges_and_old_ones() -> None:
+    charge = discrete(1.5, 8, 1, 1e-9, 0.125)
+    assert Charge.from_record(charge.record()) == charge
+    assert "mechanism" not in Charge(1.5, 8, 1).record(), "an older release reads what it understands"
+    assert "gap" not in Charge(1.5, 8, 1).record()
+    spent = Spending().plus(charge)
+    assert Spending.from_record(spent.record()) == spent
+    old = Spending().plus(Charge(1.0, 3, 1)).record()
+    assert len(old) == 4
+    assert not Spending.from_record(old).concentrated
+    for damaged in ([*old, False], [*old, 1.5], [*old, True, True], old[:3]):
+        with pytest.raises(ValueError):
+            Spending.from_record(damaged)
