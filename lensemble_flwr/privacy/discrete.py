@@ -19,7 +19,8 @@ cut beyond, R = :func:`~lensemble_flwr.privacy.noise.reach`. The second part of 
 same for every r, up to a factor 1 +- 5 exp(-2 pi^2 S^2): without it the running time would tell how far the update is
 from the grid.
 
-Measured on one core (2.1 GHz class, 1e6 coordinates): 110 ns a coordinate at S = 0.7, 80 at S = 1.5, 60 at S = 30.
+Measured on one core, 1e7 coordinates, process time: 77 ns a coordinate at S = 0.5, 45 at S = 1, 25 at S = 3, 20 at
+S = 30 (the rounded Gaussian in the same run: 12). Nearly all of it is the float64 test; small S rejects more.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,3 +166,24 @@ def test_discrete_refusals_say_what_would_do() -> None:
         opened("privacy.mechanism=laplace")
     explicit = opened(f"{COARSE} privacy.noise_multiplier=3")
     assert explicit.noise_multiplier == 3.0
+
+
+def test_the_table_of_the_docs() -> None:
+    """docs/privacy.md, section 9: every row, as planned now."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    table = text[text.index("| n | gaussian, 24 bit") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == 6
+    fine = "secagg.ring_bits=24 privacy.target_delta=1e-6"
+    for line in table:
+        n, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for overrides, shown in zip((fine, COARSE.replace("discrete_", ""), COARSE), cells[:3], strict=True):
+            if shown == "refused":
+                with pytest.raises(ConfigError, match="too coarse"):
+                    opened(overrides, n=int(n))
+                continue
+            record = opened(overrides, n=int(n))
+            assert f"{record.noise_multiplier:.3f}" == shown
+        if cells[2] != "refused":
+            assert f"{math.ldexp(record.noise_std, record.scale_log2):.2f}" == cells[3]
+            gap = opened_charge(record).gap
+            assert (f"{gap:.3f}" if gap > 1e-3 else f"{gap:.0e}") == cells[4]

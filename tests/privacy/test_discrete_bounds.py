@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lensemble_flwr.errors import ConfigError
-from lensemble_flwr.privacy import bounds, concentrated
+from lensemble_flwr.privacy import bounds, concentrated, gaussian
 from lensemble_flwr.privacy import discrete_bounds as db
 
 STDS = [0.5, 0.6, 0.8, 1.0]
@@ -188,6 +188,13 @@ def test_hockey_sticks_of_sums_by_enumeration(std: float, honest: int) -> None:
                 if allowed > 1e-9:
                     closest = max(closest, found / allowed)
     assert closest > 0.2
+
+
+def test_the_closed_form_of_the_continuous_gaussian_is_not_valid() -> None:
+    """Why a discrete history is converted otherwise: figures of docs/privacy.md."""
+    found = hockey_stick(one(2.0, 1.0), one(0.0, 1.0), 7.557788944723618)
+    assert found / gaussian.delta(2.0, 7.557788944723618) == pytest.approx(1.64, abs=0.01)
+    assert found < concentrated.delta(2.0, 7.557788944723618)
 
 
 def test_hockey_sticks_with_clamps(monkeypatch) -> None:
