@@ -126,10 +126,11 @@ class Preflight:
                 f"local {_number(self.epsilon_local)}",
             ]
             if plan.discrete is not None:
-                steps = math.ldexp(plan.noise_std, plan.ring.scale_log2)
+                steps, gap = math.ldexp(plan.noise_std, plan.ring.scale_log2), plan.discrete.gap
                 lines.append(
-                    f"mechanism: discrete Gaussian on the ring, s/g = {steps:.3g}, central mu of a round + "
-                    f"{plan.discrete.gap:.2g} for the sum; converted as concentrated privacy (zCDP)"
+                    f"mechanism: discrete Gaussian on the ring, s/g = {steps:.3g}; its sum adds "
+                    f"{f'{gap:.2g}' if gap > 1e-12 else 'nothing'} to the central mu of a round; converted as "
+                    "concentrated privacy (zCDP)"
                 )
             if privacy.entropy == "replay":
                 lines.append("NON-PRIVATE: the noise is seeded (replay); no epsilon is claimed.")

@@ -251,7 +251,7 @@ def _discrete_views(inputs: ClaimInputs, std: float) -> tuple[_View, _View]:
     """Local and central view of a discrete Gaussian, theorems 3 and 4."""
     ring_std, honest = math.ldexp(std, inputs.scale_log2), inputs.min_survivors - inputs.colluders
     try:
-        discrete_bounds.check_std(ring_std)
+        discrete_bounds.check_std(inputs.clip_norm, std, ring_std)
     except ConfigError as error:
         nothing = _View(math.inf, math.inf, 1.0, str(error))
         return nothing, nothing

@@ -46,6 +46,7 @@ MIN_STD = 0.5
 MAX_STD = 2048.0
 """Largest S, as on every 16-bit ring. On finer grids rounding a continuous Gaussian is free, and cheaper."""
 
+_MOST_COLUMN_BITS = 15  # 12 MB of exact thresholds at most; every 16-bit ring needs fewer
 _MOST_T = 48.0  # exp(-48) is far below MARGIN
 _HALVINGS = 10  # exp(-t) = exp(-t / 2^10) ^ (2^10)
 _TAYLOR = [(-1.0) ** i / math.factorial(i) for i in range(9)]  # remainder below 2^-58 at 48 / 2^10
@@ -64,6 +65,13 @@ class _Table:
     low_bits: int
     high: _Ints  # thresholds >> low_bits
     values: _Ints  # [2 * column + (1 if alias)] -> |j|
+
+
+def fits(std: float, bound_over_std: float) -> bool:
+    """Whether there is a sampler for S = ``std`` and C/s = ``bound_over_std``."""
+    return (
+        MIN_STD <= std <= MAX_STD and bound_over_std >= 0.0 and _column_bits(std, bound_over_std) <= _MOST_COLUMN_BITS
+    )
 
 
 def _column_bits(std: float, bound_over_std: float) -> int:
@@ -103,7 +111,7 @@ class DiscreteGaussian:
     """Moves integers to multiples of 2^step_bits, each by an independent discrete Gaussian centred at itself.
 
     Args:
-        std: S in units of 2^step_bits, between MIN_STD and MAX_STD.
+        std: S in units of 2^step_bits, between MIN_STD and MAX_STD (with C/s, see :func:`fits`).
         step_bits: log2 of the coarse step in units of the values, 1..50.
         bound_over_std: C/s, see :func:`~lensemble_flwr.privacy.noise.reach`.
 
@@ -112,8 +120,8 @@ class DiscreteGaussian:
     """
 
     def __init__(self, std: float, step_bits: int, bound_over_std: float = 1.0) -> None:
-        if not MIN_STD <= std <= MAX_STD or not bound_over_std >= 0.0:
-            raise ContractViolation(f"A discrete noise of {std!r} steps is outside {MIN_STD:g}..{MAX_STD:g}.")
+        if not fits(std, bound_over_std):
+            raise ContractViolation(f"There is no discrete noise of {std!r} steps with C/s = {bound_over_std!r}.")
         if type(step_bits) is not int or not 1 <= step_bits <= 50:
             raise ContractViolation(f"A step of 2^{step_bits!r} is outside 2^1..2^50.")
         self._table = table = _table(float(std), _column_bits(std, bound_over_std))

@@ -21,7 +21,7 @@ from scipy.special import gammaln, logsumexp
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import bounds
 from lensemble_flwr.privacy.bounds import DeltaTerms
-from lensemble_flwr.privacy.discrete import MAX_STD, MIN_STD
+from lensemble_flwr.privacy.discrete import MAX_STD, MIN_STD, fits
 
 _LOG_2 = math.log(2.0)
 _UP = 1e-9  # relative; far above the rounding errors here, and above the terms that the sums leave out
@@ -112,7 +112,7 @@ def own_multiplier(clip_norm: float, noise_std: float, ring_std: float) -> float
     return noise_std / clip_norm / math.sqrt(1.0 + math.exp(log_excess(ring_std))) * (1.0 - 2.0**-48)
 
 
-def check_std(ring_std: float) -> None:
+def check_std(clip_norm: float, noise_std: float, ring_std: float) -> None:
     """Refuse a grid on which the discrete Gaussian is not provided.
 
     Raises:
@@ -124,10 +124,10 @@ def check_std(ring_std: float) -> None:
             f"privacy.mechanism=discrete_gaussian needs {MIN_STD:g}.",
             "Use more secagg.ring_bits, fewer participants, or more noise (privacy.noise_multiplier).",
         )
-    if not ring_std <= MAX_STD:
+    if not fits(ring_std, clip_norm / noise_std):
         raise ConfigError(
             f"The ring is too fine for privacy.mechanism=discrete_gaussian: the noise std is {ring_std:.3g} ring "
-            f"steps, over {MAX_STD:g}.",
+            f"steps, the clip norm {clip_norm / noise_std * ring_std:.3g}; it goes to about {MAX_STD:g}.",
             "Use privacy.mechanism=gaussian (rounding is free on such a ring), or secagg.ring_bits=16.",
         )
 
@@ -165,7 +165,7 @@ def release_price(
             discrete Gaussian.
     """
     ring_std = math.ldexp(noise_std, scale_log2)
-    check_std(ring_std)
+    check_std(clip_norm, noise_std, ring_std)
     honest = min_survivors - colluders
     qmax = (2 ** (ring_bits - 1) - 1) // roster
     own = own_multiplier(clip_norm, noise_std, ring_std)

@@ -244,6 +244,18 @@ def test_largest_std_and_far_reach_build() -> None:
         assert abs((values >> 20).std() / std - 1) < 0.15
 
 
+def test_a_table_that_would_be_huge_is_refused() -> None:
+    assert discrete.fits(2048.0, 1.0)
+    assert not discrete.fits(2048.0, 20.0)
+    assert discrete.fits(500.0, 34.0)
+    with pytest.raises(ContractViolation, match="discrete noise"):
+        DiscreteGaussian(2048.0, BITS, 20.0)
+    for n in (2, 3, 10, 100):  # every 16-bit ring that holds 1.5 C + 10 s, exactly filled
+        for ratio in (0.01, 1.0, 10.0, 54.0):
+            std = (2**15 - 1) // n / (1.5 * ratio + 10.0)
+            assert std < MIN_STD or discrete.fits(std, ratio)
+
+
 def test_torch_is_not_loaded() -> None:
     code = (
         "import sys, lensemble_flwr.privacy.discrete, lensemble_flwr.privacy.discrete_bounds;"

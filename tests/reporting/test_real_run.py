@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
+from lensemble_flwr.config import load_config
 from lensemble_flwr.errors import LensembleError
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import new_manifest
 from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.preflight import run_preflight
 from lensemble_flwr.reporting.report import write_report
 from lensemble_flwr.reporting.run_data import load_run
 from lensemble_flwr.reporting.summary import closing_sentence
@@ -69,3 +72,25 @@ def test_without_privacy(tmp_path: Path) -> None:
     run = load_run(finish(federation))
     assert not run.private
     assert "NON-PRIVATE" in closing_sentence(run)
+
+
+def test_a_run_with_discrete_noise_says_so(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "secagg.ring_bits=16 privacy.mechanism=discrete_gaussian")
+    federation.start()
+    run = finish(federation)
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["config"]["privacy"]["mechanism"] == "discrete_gaussian"
+    assert set(manifest["plan"]["discrete"]) == {"own_multiplier", "gap", "delta_extra"}
+    (reader,) = [row for row in manifest["claims"] if row["observer"] == "model_reader"]
+    assert "Theorem 4" in reader["theorem"]
+    assert "discrete Gaussian" in reader["theorem"]
+    assert reader["epsilon"] == pytest.approx(load_run(run).epsilon("central"), rel=1e-6)
+
+
+def test_preflight_says_on_which_grid_discrete_noise_lies() -> None:
+    config = load_config("experiment=linear secagg.ring_bits=16 privacy.mechanism=discrete_gaussian diloco.rounds=2")
+    found = run_preflight(config)
+    text = found.text()
+    assert "calibrated by zCDP" in text
+    assert "discrete Gaussian on the ring, s/g = " in text
+    assert found.rounds_allowed == 2
