@@ -12,11 +12,11 @@ from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.records import Guarantee, RoundOpen
 from lensemble_flwr.federation.task import Task, sketch_seed
-from lensemble_flwr.privacy import gaussian
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.bounds import release_delta, ring_bound
-from lensemble_flwr.privacy.ledger import Charge
+from lensemble_flwr.privacy.ledger import Charge, Spending
 from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.privacy.participation import ALWAYS, SecretParticipation
 from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
 
 
@@ -37,16 +37,32 @@ class Plan:
     ring: RingParams
     delta_extra: float
     """Implementation terms (rounding, clamping, sampling) added to delta for each release."""
+    participation: SecretParticipation = ALWAYS
+    """The secret coin that each participant throws for itself."""
 
     @property
     def charge(self) -> Charge:
         """What one release costs its participant."""
         return charge(
-            self.guarantee, self.noise_std, self.clip_norm, self.min_survivors, self.colluders, self.delta_extra
+            self.guarantee,
+            self.noise_std,
+            self.clip_norm,
+            self.min_survivors,
+            self.colluders,
+            self.delta_extra,
+            self.participation,
         )
 
 
-def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
+def charge(
+    guarantee: Guarantee,
+    std: float,
+    clip: float,
+    min_survivors: int,
+    colluders: int,
+    extra: float,
+    participation: SecretParticipation,
+) -> Charge:
     """The ledger's charge for one release."""
     own = std / clip if guarantee != Guarantee.NONE else 0.0
     return Charge(
@@ -55,6 +71,7 @@ def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, co
         colluders=colluders,
         delta_extra=extra,
         guarantee=guarantee.name.lower(),
+        participation=participation,
     )
 
 
@@ -106,12 +123,17 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         two_party=two_party,
         ring=ring,
         delta_extra=extra,
+        participation=SecretParticipation(privacy.sample_rate),
     )
 
 
+@lru_cache(maxsize=64)  # seconds of work below a sample rate of 1
 def _calibrate(config: Config, delta: float) -> float:
     return build_accountant(config.privacy.accountant).calibrate_sigma(
-        target_epsilon=config.privacy.target_epsilon, target_delta=delta, num_rounds=config.diloco.rounds
+        target_epsilon=config.privacy.target_epsilon,
+        target_delta=delta,
+        num_rounds=config.diloco.rounds,
+        sample_rate=config.privacy.sample_rate,
     )
 
 
@@ -163,6 +185,7 @@ def round_open(
         min_survivors=plan.min_survivors,
         colluders=plan.colluders,
         two_party=plan.two_party,
+        sample_rate=plan.participation.rate,
         roster=roster,
     )
 
@@ -206,6 +229,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
         opened.min_survivors,
         opened.colluders,
         extra,
+        opened.participation,
     )
 
 
@@ -223,6 +247,4 @@ def epsilon_after(opened: RoundOpen, rounds: int, view: str | None = None) -> fl
         return 0.0
     if view is None:
         view = Guarantee(opened.guarantee).name.lower()
-    cost = opened_charge(opened)
-    left = opened.target_delta - rounds * cost.delta_extra
-    return gaussian.epsilon((rounds * cost.mu2(view)) ** 0.5, left) if left > 0 else float("inf")
+    return Spending().plus(opened_charge(opened), rounds).epsilon(view, opened.target_delta)

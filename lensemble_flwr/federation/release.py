@@ -1,6 +1,6 @@
 """The release path: from a local update to the integers that may be masked and sent (INV-ALIGN-BEFORE-RELEASE).
 
-align (in the task) -> re-difference -> clip -> noise -> ring -> mask. The types of :mod:`lensemble_flwr.privacy`
+align (in the task) -> re-difference -> clip -> secret coin (if there is one) -> noise -> ring -> mask. The types of :mod:`lensemble_flwr.privacy`
 carry the order: noise can only be added to a clipped update, only a noised update becomes a release, and only a
 release is returned here. The caller has reserved the budget before.
 """
@@ -13,7 +13,15 @@ import numpy as np
 
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.records import RoundOpen
-from lensemble_flwr.privacy.mechanism import Release, add_noise, clip_to_grid, encode_exact, to_release, zero_update
+from lensemble_flwr.privacy.mechanism import (
+    Release,
+    add_noise,
+    clip_to_grid,
+    encode_exact,
+    take_part,
+    to_release,
+    zero_update,
+)
 from lensemble_flwr.privacy.noise import Entropy, OsEntropy, ReplayEntropy
 from lensemble_flwr.secagg import RingParams
 
@@ -46,6 +54,8 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         if delta.shape != (opened.dimension,):
             raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
         clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
+    if opened.sample_rate < 1.0:  # a public value; the zero update of a failure throws its coin, too
+        clipped = take_part(clipped, opened.participation, entropy)
     return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax)
 
 
