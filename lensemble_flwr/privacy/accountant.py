@@ -141,6 +141,7 @@ class _Composition(ABC):
     ) -> float:
         epsilon, delta, rate = _check_target(target_epsilon, target_delta, num_rounds, sample_rate)
 
+        @lru_cache(maxsize=None)
         def needed(sigma: float) -> float:
             fresh = type(self)()
             return fresh._bound(*fresh._after(sigma, rate, num_rounds), delta, epsilon)
@@ -538,7 +539,7 @@ def sampled_within(mu: float, sampled: _Sampled, epsilon: float, delta: float) -
         history = tuple((*kind, count) for kind, count in zip(kinds, counts, strict=True))
         point = (mu, -delta, *counts)
         try:
-            fits = PRVAccountant()._epsilon(mu, history, delta, epsilon) <= epsilon  # False for NaN
+            fits = 0.0 <= PRVAccountant()._epsilon(mu, history, delta, epsilon) <= epsilon  # False for NaN
         except Exception:  # what was not shown to fit does not fit
             fits = False
         return proven.learn(point, fits)

@@ -40,6 +40,7 @@ OPEN = RoundOpen(
     min_survivors=3,
     colluders=1,
     two_party=False,
+    sample_rate=0.25,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
@@ -126,6 +127,8 @@ def test_digest_covers_every_field() -> None:
             other = value[:2]
         elif field.name == "guarantee":
             other = 1
+        elif field.name == "sample_rate":
+            other = 0.5
         else:
             other = value + 1
         seen.add(dataclasses.replace(OPEN, **{field.name: other}).digest())

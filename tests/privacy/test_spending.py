@@ -153,8 +153,8 @@ def test_charges_survive_their_record(charge: Charge) -> None:
         ({"min_survivors": 3.0}, "min_survivors"),
         ({"colluders": -1}, "colluders"),
         ({"delta_extra": -1e-9}, "delta_extra"),
-        ({"sample_rate": 0.5}, "seen by others"),
-        ({"sample_rate": math.nan}, "sample_rate"),
+        ({"participation": 0.5}, "seen by others"),
+        ({"participation": None}, "seen by others"),
         ({"guarantee": "global"}, "guarantee"),
     ],
 )
