@@ -194,7 +194,9 @@ class Preflight:
             return text
         sigma, ratio = self.without_coin
         pays = "it pays" if self.ratio > ratio else "IT DOES NOT PAY: signal falls by the rate, noise by less"
-        return f"{text}. Without it sigma would be {sigma:.4g} and signal-to-noise {ratio:.2g}, not {self.ratio:.2g}: {pays}"
+        return (
+            f"{text}. Without it sigma would be {sigma:.4g} and signal-to-noise {ratio:.2g}, not {self.ratio:.2g}: {pays}"
+        )
 
     @staticmethod
     def _rehearsal_line(rehearsal: Rehearsal) -> str:
@@ -268,9 +270,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
 def _ratio(config: Config, plan: Plan) -> float:
     if not config.privacy.enabled:
         return math.inf
-    return expected_ratio(
-        plan.n, plan.dimension, plan.noise_std, plan.clip_norm, sample_rate=plan.participation.rate
-    )
+    return expected_ratio(plan.n, plan.dimension, plan.noise_std, plan.clip_norm, sample_rate=plan.participation.rate)
 
 
 def _without_coin(config: Config, plan: Plan) -> tuple[float, float] | None:

@@ -112,7 +112,9 @@ def rounds_in_process(
                 first.sum_of_squares += float(clipped @ clipped)
         if index == 0:
             first.sum_norm = float(np.linalg.norm(clipped_sum))
-        mean = mean_of_sum(total, plan.ring.scale_log2, plan.n, plan.participation.rate) if noisy else clipped_sum / plan.n
+        mean = (
+            mean_of_sum(total, plan.ring.scale_log2, plan.n, plan.participation.rate) if noisy else clipped_sum / plan.n
+        )
         theta, momentum = outer_step(theta, momentum, mean, diloco.outer_lr, diloco.outer_momentum)
         if progress:
             progress(index + 1)

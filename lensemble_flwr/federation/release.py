@@ -1,8 +1,8 @@
 """The release path: from a local update to the integers that may be masked and sent (INV-ALIGN-BEFORE-RELEASE).
 
-align (in the task) -> re-difference -> clip -> secret coin (if there is one) -> noise -> ring -> mask. The types of :mod:`lensemble_flwr.privacy`
-carry the order: noise can only be added to a clipped update, only a noised update becomes a release, and only a
-release is returned here. The caller has reserved the budget before.
+align (in the task) -> re-difference -> clip -> secret coin (if there is one) -> noise -> ring -> mask. The types of
+:mod:`lensemble_flwr.privacy` carry the order: noise can only be added to a clipped update, only a noised update becomes
+a release, and only a release is returned here. The caller has reserved the budget before.
 """
 
 from __future__ import annotations

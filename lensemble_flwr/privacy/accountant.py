@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -141,7 +141,7 @@ class _Composition(ABC):
     ) -> float:
         epsilon, delta, rate = _check_target(target_epsilon, target_delta, num_rounds, sample_rate)
 
-        @lru_cache(maxsize=None)
+        @cache
         def needed(sigma: float) -> float:
             fresh = type(self)()
             return fresh._bound(*fresh._after(sigma, rate, num_rounds), delta, epsilon)
@@ -445,20 +445,26 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
     try:
         if not _composed_width(releases) / _PLD_INTERVAL <= _PLD_COMPOSED:
             return math.inf
-        from dp_accounting.pld import privacy_loss_distribution as pld
-
         total = None
         for sigma, rate, count in releases:
-            # Both directions (a round with the update against one without, and the reverse): the larger one counts.
-            one = pld.from_gaussian_mechanism(
-                sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
-            )
+            one = _pld_single(sigma, rate)
             many = one.self_compose(count) if count > 1 else one
             total = many if total is None else total.compose(many)
         assert total is not None
         return _padded(total.get_epsilon_for_delta(delta))
     except Exception:  # whatever failed in there: what was not computed is not bounded
         return math.inf
+
+
+@lru_cache(maxsize=16)
+def _pld_single(sigma: float, rate: float) -> Any:
+    """The table of one (sigma, rate), most of the work: the losses of both directions, a round with the update against
+    one without and the reverse. Each is composed with its like, and the larger epsilon of the two counts."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    return pld.from_gaussian_mechanism(
+        sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
+    )
 
 
 def _loss_width(sigma: float, rate: float) -> float:
@@ -531,6 +537,8 @@ def sampled_within(mu: float, sampled: _Sampled, epsilon: float, delta: float) -
         sampled: (sigma, rate, count) of the others, sorted, each (sigma, rate) once.
         epsilon, delta: the budget.
     """
+    if not (0.0 <= mu < math.inf and 0.0 < delta < 1.0):  # also NaN
+        return False
     kinds = tuple((sigma, rate) for sigma, rate, _ in sampled)
     counts = tuple(count for _, _, count in sampled)
     proven = _proven(epsilon, kinds)

@@ -49,9 +49,7 @@ def preflight(
     return signal / noise if noise else math.inf
 
 
-def largest_dimension(
-    n: int, noise_std: float, clip_norm: float, ratio: float = WARN, sample_rate: float = 1.0
-) -> int:
+def largest_dimension(n: int, noise_std: float, clip_norm: float, ratio: float = WARN, sample_rate: float = 1.0) -> int:
     """The largest d at which the expected ratio is still at least ``ratio`` (0: not even one coordinate)."""
     # 1/ratio^2 is a constant (the coins' part) plus a term proportional to d.
     one, two = (preflight(n, d, noise_std, clip_norm, sample_rate=sample_rate) ** -2 for d in (1, 2))

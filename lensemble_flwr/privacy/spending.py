@@ -66,8 +66,8 @@ class Charge:
                 raise ConfigError(f"Charge: {name}={value!r} must be a whole number of at least {least}.")
         if type(self.participation) is not SecretParticipation:
             raise ConfigError(
-                f"Charge: participation={self.participation!r} is no secret coin: a release is charged in full, because "
-                "who takes part in a round is seen by others and so amplifies nothing.",
+                f"Charge: participation={self.participation!r} is no secret coin: a release is charged in full, "
+                "because who takes part in a round is seen by others and so amplifies nothing.",
                 "Leave it out.",
             )
         if self.guarantee not in GUARANTEES:

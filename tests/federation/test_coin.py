@@ -108,15 +108,13 @@ def test_with_replayed_noise_only_the_release_and_the_models_differ(tmp_path: Pa
     for name, shown in (("in", True), ("out", False)):
         federation = Federation(tmp_path / name, COIN + " privacy.entropy=replay diloco.rounds=1")
         for member in federation.transport.members.values():
-            save_policy(
-                member.site.folder / "policy.json", dataclasses.replace(member.site.policy, log_releases=True)
-            )
+            save_policy(member.site.folder / "policy.json", dataclasses.replace(member.site.policy, log_releases=True))
             member.site.identity = bytes([member.partition + 1]) * 32  # replayed noise depends on it
         with always(shown):
             opened, delta = specimen(federation)
             releases.append(release_module.release_update(delta, opened, opened.roster[0], True).q)
             states.append(release_module.release_update(None, opened, opened.roster[0], True).q)
-    step = 2.0 ** -opened.scale_log2
+    step = 2.0**-opened.scale_log2
     assert np.abs((releases[0] - releases[1]) * step - np.asarray(delta)).max() < 2 * step
     np.testing.assert_array_equal(releases[1], states[0])
     np.testing.assert_array_equal(states[0], states[1])
@@ -302,7 +300,9 @@ def test_the_run_ends_at_the_very_round_that_the_accountant_says(tmp_path: Path)
     made = PRVAccountant()
     made.step(noise_multiplier=1.2, sample_rate=0.5, count=9)
     assert federation.rounds()[8]["epsilon_central"] == pytest.approx(made.spent(target_delta=1e-5), rel=1e-6)
-    again = Federation(tmp_path / "again", "privacy.sample_rate=0.5 privacy.noise_multiplier=1.2", sites=federation.sites)
+    again = Federation(
+        tmp_path / "again", "privacy.sample_rate=0.5 privacy.noise_multiplier=1.2", sites=federation.sites
+    )
     with pytest.raises(PrivacyBudgetExceeded):
         again.start()
     assert again.rounds() == [], "the lifetime budget of the same sites is spent"
@@ -337,7 +337,7 @@ def test_another_rate_than_the_configured_one_is_refused_and_costs_nothing(tmp_p
 
 
 def test_nobody_names_the_coin() -> None:
-    """The participant hands the update over and gets a release back; neither it nor the site has a word for the coin."""
+    """The participant hands the update over and gets a release back; neither it nor the site knows of a coin."""
     source = Path(participant_module.__file__).read_text()
     assert "take_part" not in source
     assert "threshold" not in Path(release_module.__file__).read_text()
