@@ -194,9 +194,8 @@ class Preflight:
             return text
         sigma, ratio = self.without_coin
         pays = "it pays" if self.ratio > ratio else "IT DOES NOT PAY: signal falls by the rate, noise by less"
-        return (
-            f"{text}. Without it sigma would be {sigma:.4g} and signal-to-noise {ratio:.2g}, not {self.ratio:.2g}: {pays}"
-        )
+        text += f". Without it sigma would be {sigma:.4g} and signal-to-noise {ratio:.2g}, not {self.ratio:.2g}: {pays}"
+        return text
 
     @staticmethod
     def _rehearsal_line(rehearsal: Rehearsal) -> str:

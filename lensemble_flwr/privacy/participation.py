@@ -2,10 +2,10 @@
 
 With rate q < 1 a participant's update is in a round with probability q; otherwise the zero update goes the same way,
 with the same noise, work, messages and charge. Who looks at releases cannot tell the two apart, and that doubt
-amplifies the guarantee (docs/privacy.md, "Secret participation"). It does so only because the coin is thrown where nobody looks and
-independently of everything else: how often somebody was seen, a roster or a dropout amplifies nothing. So
-:class:`SecretParticipation` is the only thing that can make a charge below full price, and it is made from a rate that
-was fixed in public beforehand, never from anything observed. What uses the coin is
+amplifies the guarantee (docs/privacy.md, "Secret participation"). It does so only because the coin is thrown where
+nobody looks and independently of everything else: how often somebody was seen, a roster or a dropout amplifies nothing.
+So :class:`SecretParticipation` is the only thing that can make a charge below full price, and it is made from a rate
+that was fixed in public beforehand, never from anything observed. What uses the coin is
 :func:`lensemble_flwr.privacy.mechanism.take_part`; nothing returns it.
 """
 

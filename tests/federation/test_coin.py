@@ -291,18 +291,21 @@ def test_the_mean_estimates_the_mean_update(tmp_path: Path) -> None:
 
 
 def test_the_run_ends_at_the_very_round_that_the_accountant_says(tmp_path: Path) -> None:
-    """Central view: sigma 1.2 at rate 1/2 is epsilon 8.0028 after ten rounds, so nine fit (tests/oracles)."""
-    federation = Federation(tmp_path, "privacy.sample_rate=0.5 privacy.noise_multiplier=1.2 diloco.rounds=11")
+    """An explicit sigma whose budget ends before the planned rounds; then the same sites have nothing left."""
+    overrides = "privacy.sample_rate=0.5 privacy.noise_multiplier=2.5 privacy.target_epsilon=2 diloco.rounds=9"
+    made, fits = PRVAccountant(), 0
+    target = {"target_epsilon": 2.0, "target_delta": 1e-5, "noise_multiplier": 2.5, "sample_rate": 0.5}
+    while not made.would_exceed(**target):  # type: ignore[arg-type]
+        made.step(noise_multiplier=2.5, sample_rate=0.5)
+        fits += 1
+    assert 2 <= fits < 9
+    federation = Federation(tmp_path, overrides)
     with pytest.raises(PrivacyBudgetExceeded):
         federation.start()
-    assert [r["outcome"] for r in federation.rounds()] == ["committed"] * 9
-    assert federation.ledger_rounds() == [9] * 4
-    made = PRVAccountant()
-    made.step(noise_multiplier=1.2, sample_rate=0.5, count=9)
-    assert federation.rounds()[8]["epsilon_central"] == pytest.approx(made.spent(target_delta=1e-5), rel=1e-6)
-    again = Federation(
-        tmp_path / "again", "privacy.sample_rate=0.5 privacy.noise_multiplier=1.2", sites=federation.sites
-    )
+    assert [r["outcome"] for r in federation.rounds()] == ["committed"] * fits
+    assert federation.ledger_rounds() == [fits] * 4
+    assert federation.rounds()[-1]["epsilon_central"] == pytest.approx(made.spent(target_delta=1e-5), rel=1e-6)
+    again = Federation(tmp_path / "again", overrides, sites=federation.sites)
     with pytest.raises(PrivacyBudgetExceeded):
         again.start()
     assert again.rounds() == [], "the lifetime budget of the same sites is spent"
