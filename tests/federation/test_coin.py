@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from lensemble_flwr.errors import PrivacyBudgetExceeded, SecureAggregationError
-from lensemble_flwr.federation import participant as participant_module
 from lensemble_flwr.federation import release as release_module
 from lensemble_flwr.federation.outer import outer_step
 from lensemble_flwr.federation.policy import save_policy
@@ -337,10 +336,3 @@ def test_another_rate_than_the_configured_one_is_refused_and_costs_nothing(tmp_p
     refused = {r.refusal for s, _, _, r in federation.transport.log if s == Stage.OPEN and r is not None}
     assert refused == {Refusal.HASH_MISMATCH}
     assert federation.ledger_rounds() == [0] * 4
-
-
-def test_nobody_names_the_coin() -> None:
-    """The participant hands the update over and gets a release back; neither it nor the site knows of a coin."""
-    source = Path(participant_module.__file__).read_text()
-    assert "take_part" not in source
-    assert "threshold" not in Path(release_module.__file__).read_text()
