@@ -87,13 +87,18 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """Target of this federation. A site's own policy can only be stricter."""
+    """Target of this federation. A site's own policy can only be stricter.
+
+    ``sample_rate`` (q) is the rate of a secret coin that each participant throws for itself every round: with
+    probability 1 - q its release is noise alone. 1 means that there is no coin.
+    """
 
     enabled: bool
     clip_norm: float
     noise_multiplier: float | None
     target_epsilon: float
     target_delta: float
+    sample_rate: float
     accountant: str
     guarantee: str
     claim: tuple[str, ...]
@@ -114,11 +119,26 @@ class PrivacyConfig:
         _require(
             0 < self.target_delta < 1, f"privacy.target_delta must lie between 0 and 1, not {self.target_delta!r}."
         )
+        _require(
+            0 < self.sample_rate <= 1,
+            f"privacy.sample_rate must be above 0 and at most 1, not {self.sample_rate!r}.",
+            "Use 1 for no secret coin.",
+        )
+        _require(
+            self.sample_rate == 1 or self.enabled,
+            f"privacy.sample_rate={self.sample_rate!r} without privacy would only lose updates.",
+            "Use privacy.sample_rate=1, or privacy.enabled=true.",
+        )
         _one_of("privacy.accountant", self.accountant, ("prv", "rdp"))
         _one_of("privacy.guarantee", self.guarantee, ("local", "central"))
         for observer in self.claim:
             _one_of("privacy.claim", observer, OBSERVERS)
         _one_of("privacy.mechanism", self.mechanism, ("gaussian", "discrete_gaussian"))
+        _require(
+            self.sample_rate == 1 or self.mechanism == "gaussian",
+            f"privacy.sample_rate={self.sample_rate!r} with privacy.mechanism={self.mechanism} is not accounted for.",
+            "Use privacy.mechanism=gaussian, or privacy.sample_rate=1.",
+        )
         _one_of("privacy.on_exhausted", self.on_exhausted, ("stop", "leave"))
         _one_of("privacy.entropy", self.entropy, ("csprng", "replay"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -47,6 +48,8 @@ class Preflight:
     seconds_source: str
     left: int | None = None
     """Rounds that the ledgers of existing sites still allow (the fewest of them); None: there are no sites yet."""
+    without_coin: tuple[float, float] | None = None
+    """(sigma, expected ratio) of the same target without the secret coin; None: there is no coin, or sigma is given."""
 
     @property
     def hopeless(self) -> bool:
@@ -91,8 +94,9 @@ class Preflight:
             m = max(plan.colluders + 2, math.floor(share * n))
             return own_noise_std("central", plan.noise_multiplier, plan.clip_norm, m, plan.colluders)
 
-        participants = fewest_participants(std, plan.dimension, plan.clip_norm)
-        dimension = largest_dimension(plan.n, plan.noise_std, plan.clip_norm)
+        rate = plan.participation.rate
+        participants = fewest_participants(std, plan.dimension, plan.clip_norm, sample_rate=rate)
+        dimension = largest_dimension(plan.n, plan.noise_std, plan.clip_norm, sample_rate=rate)
         options = [f"about {participants:,} participants"]
         if dimension:
             options.append(f"at most {dimension:,} federated weights")
@@ -132,6 +136,8 @@ class Preflight:
                     f"{f'{gap:.2g}' if gap > 1e-12 else 'nothing'} to the central mu of a round; converted as "
                     "concentrated privacy (zCDP)"
                 )
+            if privacy.sample_rate < 1.0:
+                lines.append(self._coin_line())
             if privacy.entropy == "replay":
                 lines.append("NON-PRIVATE: the noise is seeded (replay); no epsilon is claimed.")
             allowed = self.rounds_allowed
@@ -176,11 +182,28 @@ class Preflight:
         config = self.config
         if not config.privacy.enabled:
             return config.diloco.rounds
-        opened = _specimen(config, self.plan, None)
-        for rounds in range(1, config.diloco.rounds + 1):
-            if epsilon_after(opened, rounds) > config.privacy.target_epsilon * (1 + 1e-9):
-                return rounds - 1
-        return config.diloco.rounds
+        opened, most = _specimen(config, self.plan, None), config.privacy.target_epsilon * (1 + 1e-9)
+        low, high = 0, config.diloco.rounds + 1  # low fits, high does not
+        if epsilon_after(opened, config.diloco.rounds) <= most:
+            return config.diloco.rounds
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if epsilon_after(opened, middle) <= most else (low, middle)
+        return low
+
+    def _coin_line(self) -> str:
+        """What the secret coin does here, and plainly whether it pays."""
+        rate = self.config.privacy.sample_rate
+        text = (
+            f"secret coin: each participant's update is in with probability {rate:g}, else its release is noise alone; "
+            f"sums are divided by {rate:g} times their size"
+        )
+        if self.without_coin is None:
+            return text
+        sigma, ratio = self.without_coin
+        pays = "it pays" if self.ratio > ratio else "IT DOES NOT PAY: signal falls by the rate, noise by less"
+        text += f". Without it sigma would be {sigma:.4g} and signal-to-noise {ratio:.2g}, not {self.ratio:.2g}: {pays}"
+        return text
 
     @staticmethod
     def _rehearsal_line(rehearsal: Rehearsal) -> str:
@@ -238,9 +261,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         claims=claims_of(config, plan, simulation),
         epsilon_local=epsilon_after(opened, config.diloco.rounds, "local"),
         epsilon_central=epsilon_after(opened, config.diloco.rounds, "central"),
-        ratio=expected_ratio(plan.n, plan.dimension, plan.noise_std, plan.clip_norm)
-        if config.privacy.enabled
-        else math.inf,
+        ratio=_ratio(config, plan),
         rehearsal=rehearsal,
         bytes_up=up,
         bytes_down=down,
@@ -249,7 +270,23 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         seconds=seconds,
         seconds_source=source,
         left=_rounds_left(config, plan) if simulation else None,
+        without_coin=_without_coin(config, plan),
     )
+
+
+def _ratio(config: Config, plan: Plan) -> float:
+    if not config.privacy.enabled:
+        return math.inf
+    return expected_ratio(plan.n, plan.dimension, plan.noise_std, plan.clip_norm, sample_rate=plan.participation.rate)
+
+
+def _without_coin(config: Config, plan: Plan) -> tuple[float, float] | None:
+    privacy = config.privacy
+    if privacy.sample_rate == 1.0 or privacy.noise_multiplier is not None:
+        return None
+    full = dataclasses.replace(config, privacy=dataclasses.replace(privacy, sample_rate=1.0))
+    other = make_plan(full, plan.n, plan.dimension)
+    return other.noise_multiplier, _ratio(full, other)
 
 
 def _rounds_left(config: Config, plan: Plan) -> int | None:

@@ -33,6 +33,7 @@ def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
         entropy=privacy.entropy,
         simulation=simulation,
         privacy_enabled=privacy.enabled,
+        sample_rate=plan.participation.rate,
         accountant=privacy.accountant,
         two_party=plan.two_party,
         mechanism=privacy.mechanism,

@@ -537,6 +537,7 @@ class Coordinator:
             diloco.outer_lr,
             diloco.outer_momentum,
             round_index=opened.round,
+            sample_rate=opened.sample_rate,
             step=self.step,
         )
         return self._finish(checkpoint, opened, Outcome.COMMITTED, theta, momentum, stored, facts)

@@ -60,17 +60,19 @@ def outer_step(
     return new_params, new_momentum
 
 
-def mean_of_sum(total: np.ndarray, scale_log2: int, count: int) -> np.ndarray:
+def mean_of_sum(total: np.ndarray, scale_log2: int, count: int, sample_rate: float = 1.0) -> np.ndarray:
     """Mean of ``count`` released updates from their integer sum on the ring's grid; float64, exact up to the division.
 
     Args:
         total: shape (d,), int64, |value| < 2**53.
         scale_log2: the ring's grid is 2**-scale_log2.
         count: survivors C_t, > 0.
+        sample_rate: q, the public rate of the participants' secret coins. The divisor is q C_t, so that the result is
+            an unbiased estimate of the mean update (the fixed denominator of McMahan et al. 2018, arXiv:1710.06963).
     """
-    if total.dtype != np.int64 or count < 1:
-        raise ContractViolation(f"A sum of {count} updates must be int64, not {total.dtype}.")
-    return np.ldexp(total.astype(np.float64), -scale_log2) / count
+    if total.dtype != np.int64 or count < 1 or not 0.0 < sample_rate <= 1.0:
+        raise ContractViolation(f"A sum of {count} updates at rate {sample_rate!r} must be int64, not {total.dtype}.")
+    return np.ldexp(total.astype(np.float64), -scale_log2) / (sample_rate * count)
 
 
 def checked_step(
@@ -83,6 +85,7 @@ def checked_step(
     mu: float,
     *,
     round_index: int,
+    sample_rate: float = 1.0,
     step: Callable[..., Step] = outer_step,
 ) -> Step:
     """The outer step from an integer sum, computed twice with different chunking and compared byte for byte.
@@ -90,10 +93,10 @@ def checked_step(
     Raises:
         NonDeterministicAggregation: the two derivations differ; nothing may be committed.
     """
-    mean = mean_of_sum(total, scale_log2, count)
+    mean = mean_of_sum(total, scale_log2, count, sample_rate)
     first = step(params, momentum, mean, lr, mu)
     # A prime block length shares no boundary with the first pass.
-    again = step(params, momentum, mean_of_sum(total, scale_log2, count), lr, mu, block=8191)
+    again = step(params, momentum, mean_of_sum(total, scale_log2, count, sample_rate), lr, mu, block=8191)
     hashes = [hashlib.sha256(p.tobytes() + b.tobytes()).hexdigest() for p, b in (first, again)]
     if hashes[0] != hashes[1]:
         raise NonDeterministicAggregation(

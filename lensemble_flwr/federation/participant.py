@@ -180,6 +180,7 @@ class SiteParticipant:
             (opened.min_survivors, plan.min_survivors),
             (opened.colluders, plan.colluders),
             (opened.two_party, plan.two_party),
+            (opened.participation, plan.participation),
             (opened.ring_bits, plan.ring.bits),
             (opened.scale_log2, plan.ring.scale_log2),
             (opened.clip_norm, plan.clip_norm),
@@ -263,7 +264,7 @@ class SiteParticipant:
         ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
         release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
         digest = self.site.save_release(fid, index, release.to_bytes())
-        if state is not None:
+        if state is not None:  # however a secret coin fell: a state kept only with the update would tell it
             self.site.stage_local_state(fid, index, state)
         ledger.encoded(fid, index, digest, opened.digest())
         if self.site.policy.log_releases:

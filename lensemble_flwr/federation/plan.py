@@ -21,6 +21,7 @@ from lensemble_flwr.privacy.bounds import release_delta, ring_bound
 from lensemble_flwr.privacy.discrete_bounds import Price, release_price
 from lensemble_flwr.privacy.ledger import Budget, Charge, Spending
 from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.privacy.participation import ALWAYS, SecretParticipation
 from lensemble_flwr.secagg import RingParams, SessionParams, default_threshold
 
 _P = TypeVar("_P")
@@ -51,13 +52,22 @@ class Plan:
         """Whose law the noise follows."""
         return Mechanism.GAUSSIAN if self.discrete is None else Mechanism.DISCRETE_GAUSSIAN
 
+    participation: SecretParticipation = ALWAYS
+    """The secret coin that each participant throws for itself."""
+
     @property
     def charge(self) -> Charge:
         """What one release costs its participant."""
         if self.discrete is not None:
             return discrete_charge(self.guarantee, self.min_survivors, self.colluders, self.discrete)
         return charge(
-            self.guarantee, self.noise_std, self.clip_norm, self.min_survivors, self.colluders, self.delta_extra
+            self.guarantee,
+            self.noise_std,
+            self.clip_norm,
+            self.min_survivors,
+            self.colluders,
+            self.delta_extra,
+            self.participation,
         )
 
 
@@ -74,7 +84,15 @@ def discrete_charge(guarantee: Guarantee, min_survivors: int, colluders: int, pr
     )
 
 
-def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
+def charge(
+    guarantee: Guarantee,
+    std: float,
+    clip: float,
+    min_survivors: int,
+    colluders: int,
+    extra: float,
+    participation: SecretParticipation,
+) -> Charge:
     """The ledger's charge for one release."""
     own = std / clip if guarantee != Guarantee.NONE else 0.0
     return Charge(
@@ -83,6 +101,7 @@ def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, co
         colluders=colluders,
         delta_extra=extra,
         guarantee=guarantee.name.lower(),
+        participation=participation,
     )
 
 
@@ -139,12 +158,17 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         ring=ring,
         delta_extra=extra,
         discrete=price,
+        participation=SecretParticipation(privacy.sample_rate),
     )
 
 
+@lru_cache(maxsize=64)  # seconds of work below a sample rate of 1
 def _calibrate(config: Config, delta: float) -> float:
     return build_accountant(config.privacy.accountant).calibrate_sigma(
-        target_epsilon=config.privacy.target_epsilon, target_delta=delta, num_rounds=config.diloco.rounds
+        target_epsilon=config.privacy.target_epsilon,
+        target_delta=delta,
+        num_rounds=config.diloco.rounds,
+        sample_rate=config.privacy.sample_rate,
     )
 
 
@@ -251,6 +275,7 @@ def round_open(
         min_survivors=plan.min_survivors,
         colluders=plan.colluders,
         two_party=plan.two_party,
+        sample_rate=plan.participation.rate,
         roster=roster,
     )
 
@@ -288,6 +313,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
         opened.min_survivors,
         opened.colluders,
         extra,
+        opened.participation,
     )
 
 
@@ -318,5 +344,4 @@ def epsilon_after(opened: RoundOpen, rounds: int, view: str | None = None) -> fl
         return 0.0
     if view is None:
         view = Guarantee(opened.guarantee).name.lower()
-    cost = opened_charge(opened)
-    return Spending().plus(cost, rounds).epsilon(view, opened.target_delta)
+    return Spending().plus(opened_charge(opened), rounds).epsilon(view, opened.target_delta)

@@ -30,6 +30,12 @@ class Policy:
     is the smallest own noise std over C; ``min_survivors``, ``min_colluders``, ``min_roster``, ``max_clip_norm`` and
     ``max_inner_steps`` bound what a RoundOpen may say; ``allow_replay`` is written only by simulated sites;
     ``log_releases`` keeps a copy of every release (noised) at the site, for audits.
+
+    ``allow_sampling`` lets rounds count with a secret coin (``sample_rate`` below 1). The site throws that coin itself,
+    from its own operating system, so no other party has to be believed. It is off unless the operator turns it on all
+    the same: such rounds carry less noise for the same epsilon and let the lifetime budget last longer, on the strength
+    of a secret that the site must then keep (from whoever sees its memory, its disk beside its data, or how long it
+    works). A site that never heard of the coin should not depend on it.
     """
 
     version: int = POLICY_VERSION
@@ -40,6 +46,7 @@ class Policy:
     allow_non_private: bool = False
     allow_replay: bool = False
     allow_two_party: bool = False
+    allow_sampling: bool = False
     min_own_noise: float = 0.0
     min_survivors: int = 3
     min_colluders: int = 1
@@ -90,6 +97,8 @@ class Policy:
 
         rule(opened.private or self.allow_non_private, "allow_non_private", "privacy is off")
         rule(not opened.replay or self.allow_replay, "allow_replay", "its noise is seeded")
+        coin = opened.sample_rate < 1.0
+        rule(not coin or self.allow_sampling, "allow_sampling", f"its sample rate is {opened.sample_rate:g}")
         two = opened.two_party
         rule(not two or self.allow_two_party, "allow_two_party", "only two participants")
         rule(len(opened.roster) >= (2 if two else self.min_roster), "min_roster", f"{len(opened.roster)} joined")
@@ -164,6 +173,7 @@ def simulated_policy(config: Config) -> Policy:
         allow_non_private=not privacy.enabled,
         allow_replay=True,
         allow_two_party=config.secagg.allow_two_party,
+        allow_sampling=True,
         min_roster=2 if config.secagg.allow_two_party else 3,
     )
 

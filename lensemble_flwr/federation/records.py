@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, U8, U16, U32, U64, Record, wire
+from lensemble_flwr.privacy.participation import SecretParticipation
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Guarantee(IntEnum):
@@ -42,6 +43,7 @@ class RoundOpen(Record):
 
     ``noise_std`` (s) is the standard deviation of each participant's own noise per coordinate, in model units;
     ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
+    ``sample_rate`` (q) is the rate of each participant's secret coin; 1: no coin.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
     """
 
@@ -73,6 +75,7 @@ class RoundOpen(Record):
     min_survivors: int = wire(U32)
     colluders: int = wire(U32)
     two_party: bool = wire(U8)
+    sample_rate: float = wire(F64)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,15 @@ class RoundOpen(Record):
             raise ContractViolation(f"Unknown guarantee {self.guarantee}.")
         if self.mechanism not in tuple(Mechanism):
             raise ContractViolation(f"Unknown mechanism {self.mechanism}.")
+        if not 0.0 < self.sample_rate <= 1.0 or (self.sample_rate != 1.0 and not self.private):
+            raise ContractViolation(f"A round cannot have the sample rate {self.sample_rate!r}.")
+        if self.sample_rate != 1.0 and self.mechanism != Mechanism.GAUSSIAN:
+            raise ContractViolation("A discrete Gaussian under a secret coin is not accounted for.")
+
+    @property
+    def participation(self) -> SecretParticipation:
+        """The coin that each participant throws for itself."""
+        return SecretParticipation(self.sample_rate)
 
     @property
     def private(self) -> bool:

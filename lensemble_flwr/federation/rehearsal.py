@@ -112,7 +112,9 @@ def rounds_in_process(
                 first.sum_of_squares += float(clipped @ clipped)
         if index == 0:
             first.sum_norm = float(np.linalg.norm(clipped_sum))
-        mean = mean_of_sum(total, plan.ring.scale_log2, plan.n) if noisy else clipped_sum / plan.n
+        mean = (
+            mean_of_sum(total, plan.ring.scale_log2, plan.n, plan.participation.rate) if noisy else clipped_sum / plan.n
+        )
         theta, momentum = outer_step(theta, momentum, mean, diloco.outer_lr, diloco.outer_momentum)
         if progress:
             progress(index + 1)
@@ -141,7 +143,8 @@ def rehearse(task: Task, config: Config, plan: Plan, progress: Progress | None =
         loud, _ = rounds_in_process(task, config, plan, update, noisy=True, progress=lambda done: tell(rounds + done))
     except ContractViolation:  # the noise made a weight overflow
         loud = None
-    noise = plan.noise_std * (plan.n * task.dimension) ** 0.5
+    rate = plan.participation.rate
+    noise = (plan.noise_std**2 * plan.n * task.dimension + rate * (1 - rate) * first.sum_of_squares) ** 0.5
     pairs, mean_square = plan.n * (plan.n - 1), first.sum_of_squares / plan.n
     metric = task.rehearsal_metric
     return Rehearsal(
@@ -150,7 +153,7 @@ def rehearse(task: Task, config: Config, plan: Plan, progress: Progress | None =
         noiseless=task.evaluate(quiet)[metric],
         noisy=task.evaluate(loud)[metric] if loud is not None else float("inf"),
         median_norm=float(np.median(first.norms)) if first.norms else 0.0,
-        signal_to_noise=first.sum_norm / noise if noise else float("inf"),
+        signal_to_noise=rate * first.sum_norm / noise if noise else float("inf"),
         coherence=(first.sum_norm**2 - first.sum_of_squares) / pairs / mean_square if mean_square else 0.0,
         seconds=time.monotonic() - began,
         update_seconds=update_seconds / (2 * rounds * plan.n),

@@ -1,8 +1,8 @@
 """The release path: from a local update to the integers that may be masked and sent (INV-ALIGN-BEFORE-RELEASE).
 
-align (in the task) -> re-difference -> clip -> noise -> ring -> mask. The types of :mod:`lensemble_flwr.privacy`
-carry the order: noise can only be added to a clipped update, only a noised update becomes a release, and only a
-release is returned here. The caller has reserved the budget before.
+align (in the task) -> re-difference -> clip -> secret coin (if there is one) -> noise -> ring -> mask. The types of
+:mod:`lensemble_flwr.privacy` carry the order: noise can only be added to a clipped update, only a noised update becomes
+a release, and only a release is returned here. The caller has reserved the budget before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lensemble_flwr.privacy.mechanism import (
     add_noise,
     clip_to_grid,
     encode_exact,
+    take_part,
     to_release,
     zero_update,
 )
@@ -54,6 +55,8 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         if delta.shape != (opened.dimension,):
             raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
         clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
+    if opened.sample_rate < 1.0:  # a public value; the zero update of a failure throws its coin, too
+        clipped = take_part(clipped, opened.participation, entropy)
     if opened.mechanism == Mechanism.DISCRETE_GAUSSIAN:
         noised = add_discrete_noise(clipped, opened.noise_std, entropy, ring.scale_log2)
     else:

@@ -13,10 +13,12 @@ Fail closed: a step that is no number, an overflow or a failing backend makes th
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -32,6 +34,7 @@ MAX_SIGMA = 1e6
 
 _UNIT_LOG2 = 200
 _PLD_POINTS = 2_000_000  # more grid points than this take minutes or gigabytes: such a bound counts as infinite
+_PLD_COMPOSED = 16_000_000  # the same for the grid after composition, of which less is needed
 _PLD_INTERVAL = 1e-4
 _SLACK = 1e-7  # calibrated sigmas are this much larger, so that other roundings of the same budget agree
 _EXACT_JOINT = 24  # joint releases up to this size are decided in rational arithmetic
@@ -138,18 +141,28 @@ class _Composition(ABC):
     ) -> float:
         epsilon, delta, rate = _check_target(target_epsilon, target_delta, num_rounds, sample_rate)
 
+        @cache
         def needed(sigma: float) -> float:
             fresh = type(self)()
             return fresh._bound(*fresh._after(sigma, rate, num_rounds), delta, epsilon)
 
         if not needed(MAX_SIGMA) <= epsilon:
             raise self._infeasible(epsilon, delta, num_rounds, needed)
-        return _smallest(needed, epsilon, self._guess(epsilon, delta, num_rounds))
+        guess = self._guess(epsilon, delta, num_rounds, rate)
+        if rate == 1.0:
+            return _smallest(needed, epsilon, guess)
+        sigma = _smallest(needed, epsilon, guess, stride=0.03)
+        loose = sigma * (1.0 + _SLACK)
+        return loose if needed(loose) <= epsilon else sigma
 
-    def _guess(self, epsilon: float, delta: float, num_rounds: int) -> float:
-        """A sigma that surely suffices without amplification, or near it."""
+    def _guess(self, epsilon: float, delta: float, num_rounds: int, rate: float = 1.0) -> float:
+        """A sigma that surely suffices without amplification, or near it; with a rate below 1, a starting point."""
         mu = gaussian.mu_for(epsilon, delta)
-        return min(MAX_SIGMA, math.sqrt(num_rounds) / mu * (1.0 + _SLACK)) if mu > 0 else MAX_SIGMA
+        if mu <= 0:
+            return MAX_SIGMA
+        if rate < 1.0:  # the central limit: mu^2 = rounds rate^2 (e^(1/sigma^2) - 1), never relied on
+            return min(MAX_SIGMA, math.log1p(mu**2 / num_rounds / rate**2) ** -0.5)
+        return min(MAX_SIGMA, math.sqrt(num_rounds) / mu * (1.0 + _SLACK))
 
     def _infeasible(self, epsilon: float, delta: float, rounds: int, needed: Callable[[float], float]) -> ConfigError:
         least = needed(MAX_SIGMA)
@@ -341,13 +354,13 @@ def _check_target(epsilon: object, delta: object, rounds: object, rate: object) 
     return e, d, q
 
 
-def _smallest(needed: Callable[[float], float], epsilon: float, start: float) -> float:
+def _smallest(needed: Callable[[float], float], epsilon: float, start: float, stride: float = 1e-3) -> float:
     """Smallest sigma with needed(sigma) <= epsilon, to 1e-6 relative: the result was seen to fit, and a sigma at most
-    9e-7 below it was seen not to."""
-    high, low, factor = start, start * (1.0 - 2 * _SLACK), 1.0 + 1e-3
+    9e-7 below it was seen not to. The search leaves ``start`` by the relative ``stride``, growing."""
+    high, low, factor = start, start * (1.0 - 2 * _SLACK), 1.0 + stride
     while not needed(high) <= epsilon:
         low, high, factor = high, min(MAX_SIGMA, high * factor), factor * factor
-    factor = 1.0 - 1e-3
+    factor = 1.0 - stride
     while needed(low) <= epsilon:  # the start was not tight (amplification)
         high, low, factor = low, low * factor, factor * factor
         if low < 1e-12:
@@ -396,12 +409,18 @@ def _renyi_gaussian(mu: float, delta: float) -> float:
         return _convert(orders, 0.5 * orders * (mu * (1.0 + gaussian.MARGIN)) ** 2, delta)
 
 
+def _unconverged(record: logging.LogRecord) -> bool:
+    """Keeps dp-accounting from printing a line for each order that it leaves out, which is sound."""
+    return not str(record.msg).startswith("_compute_log_a_frac failed to converge")
+
+
 def _renyi_sampled(mu: float, sampled: _Sampled, delta: float) -> float:
     """Renyi accounting of Poisson-sampled releases by dp-accounting; inf when it fails."""
     try:
         from dp_accounting import dp_event
         from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
+        logging.getLogger("absl").addFilter(_unconverged)
         backend = rdp.RdpAccountant()
         for sigma, rate, count in sampled:
             backend.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), count)
@@ -424,13 +443,11 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
     if not width / _PLD_INTERVAL <= _PLD_POINTS:
         return math.inf
     try:
-        from dp_accounting.pld import privacy_loss_distribution as pld
-
+        if not _composed_width(releases) / _PLD_INTERVAL <= _PLD_COMPOSED:
+            return math.inf
         total = None
         for sigma, rate, count in releases:
-            one = pld.from_gaussian_mechanism(
-                sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
-            )
+            one = _pld_single(sigma, rate)
             many = one.self_compose(count) if count > 1 else one
             total = many if total is None else total.compose(many)
         assert total is not None
@@ -439,10 +456,30 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
         return math.inf
 
 
+@lru_cache(maxsize=16)
+def _pld_single(sigma: float, rate: float) -> Any:
+    """The table of one (sigma, rate), most of the work: the losses of both directions, a round with the update against
+    one without and the reverse. Each is composed with its like, and the larger epsilon of the two counts."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    return pld.from_gaussian_mechanism(
+        sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
+    )
+
+
 def _loss_width(sigma: float, rate: float) -> float:
     """About the width of the privacy loss of one release, cut at its 10-sigma tails."""
     largest = 0.5 / sigma**2 + 10.0 / sigma
     return 2.0 * max(0.0, largest + math.log(rate)) + 20.0 * rate / sigma
+
+
+def _composed_width(releases: Sequence[tuple[float, float, int]]) -> float:
+    """About the width of the composed loss: 20 of its standard deviations, but no more than all the single widths."""
+    total = 0.0
+    for sigma, rate, count in releases:
+        deviation = rate * math.sqrt(count * math.expm1(min(700.0, sigma**-2.0)))
+        total += min(20.0 * deviation, count * _loss_width(sigma, rate))
+    return total
 
 
 def _single_sampled(sigma: float, rate: float, delta: float) -> float:
@@ -453,6 +490,83 @@ def _single_sampled(sigma: float, rate: float, delta: float) -> float:
     if x > 500.0:
         return (x + math.log(rate) + (1.0 - rate) / rate * math.exp(-x)) * (1.0 + 1e-14)
     return math.log1p(rate * math.expm1(x)) * (1.0 + 1e-14)
+
+
+# --- budgets at rates below 1 ----------------------------------------------------------------------------------------
+
+
+class _Proven:
+    """What was computed about one budget and one set of (sigma, rate): histories that keep it, and that do not.
+
+    Composition only ever adds: a history with no more of anything than one that fits fits too, and one with no less of
+    anything than one that was not shown to fit is refused. So most questions cost no computation.
+    """
+
+    def __init__(self) -> None:
+        self.fits: list[tuple[float, ...]] = []
+        self.refused: list[tuple[float, ...]] = []
+
+    def answer(self, point: tuple[float, ...]) -> bool | None:
+        """Of a history (mu, -delta, counts ...), or None when it has to be computed."""
+        if any(all(a <= b for a, b in zip(point, known, strict=True)) for known in self.fits):
+            return True
+        if any(all(a >= b for a, b in zip(point, known, strict=True)) for known in self.refused):
+            return False
+        return None
+
+    def learn(self, point: tuple[float, ...], fits: bool) -> bool:
+        known = self.fits if fits else self.refused
+        del known[:-63]
+        known.append(point)
+        return fits
+
+
+@lru_cache(maxsize=64)
+def _proven(epsilon: float, kinds: tuple[tuple[float, float], ...]) -> _Proven:
+    return _Proven()
+
+
+def sampled_within(mu: float, sampled: _Sampled, epsilon: float, delta: float) -> bool:
+    """Whether a history with releases at rates below 1 is (epsilon, delta)-DP. True only if it was computed to be.
+
+    The bound is :class:`PRVAccountant`'s. The first question about some (sigma, rate) costs seconds or less; later ones
+    that lie between what was answered cost microseconds, and looking ahead makes those most of them.
+
+    Args:
+        mu: of the releases at rate 1, rounded up.
+        sampled: (sigma, rate, count) of the others, sorted, each (sigma, rate) once.
+        epsilon, delta: the budget.
+    """
+    if not (0.0 <= mu < math.inf and 0.0 < delta < 1.0):  # also NaN
+        return False
+    kinds = tuple((sigma, rate) for sigma, rate, _ in sampled)
+    counts = tuple(count for _, _, count in sampled)
+    proven = _proven(epsilon, kinds)
+
+    def computed(counts: tuple[int, ...]) -> bool:
+        history = tuple((*kind, count) for kind, count in zip(kinds, counts, strict=True))
+        point = (mu, -delta, *counts)
+        try:
+            fits = 0.0 <= PRVAccountant()._epsilon(mu, history, delta, epsilon) <= epsilon  # False for NaN
+        except Exception:  # what was not shown to fit does not fit
+            fits = False
+        return proven.learn(point, fits)
+
+    known = proven.answer((mu, -delta, *counts))
+    if known is not None:
+        return known
+    if not computed(counts):
+        return False
+    step = counts
+    while any(step):  # look ahead once, as far as nothing is known to be refused
+        ahead = tuple(count + more for count, more in zip(counts, step, strict=True))
+        known = proven.answer((mu, -delta, *ahead))
+        if known is None:
+            computed(ahead)
+        if known is not False:
+            break
+        step = tuple(more // 2 for more in step)
+    return True
 
 
 # --- correlated releases ---------------------------------------------------------------------------------------------

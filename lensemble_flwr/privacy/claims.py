@@ -36,7 +36,10 @@ _MASKS = "masks hide everything but the sum (computational: AES-256, X25519, HKD
 _PINNED = "identities are pinned and the consistency stage compared what everybody saw"
 _CSPRNG = "noise from the operating system's generator, AES-256 keystream, never disclosed"
 _ROSTER = "roster, participation and dropouts are public and not protected"
-_COIN = "each participant's secret coin of rate {rate:g} decides, and nobody ever sees it"
+_COIN = (
+    "each participant's secret coin of rate {rate:g} decides whether its update is in its release; nobody sees it, nor "
+    "the machine's memory, power or timing that could tell it"
+)
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,8 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
     if inputs.mechanism == "discrete_gaussian":
         theorem = theorem.replace("Theorem 2", "Theorem 4").replace("Theorem 1", "Theorem 3")
         theorem += "; discrete Gaussian on the ring, converted as concentrated privacy"
+    if inputs.sample_rate < 1.0:
+        theorem += f"; Theorem 5 (secret coin): rate {inputs.sample_rate:g}"
     if inputs.two_party and observer == "peers":
         assumptions.append("two participants: the peer knows this update up to its own noise")
     holds, why_not = True, ""

@@ -3,7 +3,7 @@
 Public functions on tensors: :func:`clip_delta`, :func:`add_gaussian_noise`,
 :func:`privatize`. Inside a round the same steps are types, each made from the one before and from nothing else:
 
-    clip_to_grid / zero_update -> ClippedUpdate -> add_noise -> NoisedUpdate -> to_release -> Release
+    clip_to_grid / zero_update -> ClippedUpdate (-> take_part) -> add_noise -> NoisedUpdate -> to_release -> Release
 
 so that noise is never added to what was not clipped, and nothing un-noised is released. All private arithmetic after
 clipping is on integers of a public power-of-two grid g0 <= 2^-40 (C + 10 s): what is
@@ -38,6 +38,7 @@ from lensemble_flwr.privacy.noise import (
     blocks,
     entropy_kind,
 )
+from lensemble_flwr.privacy.participation import SecretParticipation
 
 if TYPE_CHECKING:
     import torch
@@ -585,6 +586,33 @@ def zero_update(dimension: int, clip_norm: float, noise_std: float) -> ClippedUp
     if type(dimension) is not int or dimension < 1:
         raise ContractViolation(f"An update has a positive number of coordinates, not {dimension!r}.")
     return _clipped(np.zeros(dimension, np.int64), clip_norm, noise_std, grid_log2)
+
+
+def take_part(update: ClippedUpdate, participation: SecretParticipation, entropy: Entropy) -> ClippedUpdate:
+    """Throw the secret coin: the update with probability q exactly, zero otherwise. Nobody learns which.
+
+    The coin is a uniform integer of at least 64 bits, compared with q's exact binary value. It multiplies every
+    coordinate, so the work is the same either way, and it is kept nowhere. At q = 1 it always shows the update.
+
+    Args:
+        update: from :func:`clip_to_grid` or :func:`zero_update`; used up.
+        participation: the public rate.
+        entropy: one fresh key of it is used.
+
+    Raises:
+        ConfigError: the operating system's random source failed; the update is untouched.
+        ContractViolation: not a ClippedUpdate, one that is used up, no rate, or no source of entropy.
+    """
+    if type(update) is not ClippedUpdate or type(participation) is not SecretParticipation:
+        raise ContractViolation("Only a ClippedUpdate takes part, at the rate of a SecretParticipation.")
+    entropy_kind(entropy)
+    values = update.k
+    below, bits = participation.threshold
+    with entropy.open() as stream:
+        object.__setattr__(update, "_k", None)
+        values.flags.writeable = True
+        values *= int(stream.integer(bits) < below)
+    return _clipped(values, update.clip_norm, update.noise_std, update.g0_log2)
 
 
 def add_noise(update: ClippedUpdate, std: float, entropy: Entropy) -> NoisedUpdate:

@@ -41,6 +41,7 @@ OPEN = RoundOpen(
     min_survivors=3,
     colluders=1,
     two_party=False,
+    sample_rate=0.25,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
@@ -121,9 +122,10 @@ def test_an_unknown_kind_of_privacy_is_refused(name: str) -> None:
 
 
 def test_digest_covers_every_field() -> None:
-    seen = {OPEN.digest()}
+    opened = dataclasses.replace(OPEN, sample_rate=1.0)  # a coin and a discrete Gaussian exclude each other
+    seen = {opened.digest()}
     for field in dataclasses.fields(OPEN):
-        value = getattr(OPEN, field.name)
+        value = getattr(opened, field.name)
         other: object
         if isinstance(value, bool):
             other = not value
@@ -133,7 +135,11 @@ def test_digest_covers_every_field() -> None:
             other = value[:2]
         elif field.name == "guarantee":
             other = 1
+        elif field.name == "sample_rate":
+            other = 0.5
         else:
             other = value + 1
-        seen.add(dataclasses.replace(OPEN, **{field.name: other}).digest())
+        seen.add(dataclasses.replace(opened, **{field.name: other}).digest())
     assert len(seen) == 1 + len(dataclasses.fields(OPEN))
+    with pytest.raises(ContractViolation, match="secret coin"):
+        dataclasses.replace(OPEN, mechanism=1)

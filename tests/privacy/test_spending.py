@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import concentrated, gaussian
 from lensemble_flwr.privacy.accountant import build_accountant
+from lensemble_flwr.privacy.participation import SecretParticipation
 from lensemble_flwr.privacy.spending import Budget, Charge, Spending
 
 multipliers = st.floats(1e-3, 1e6)
@@ -153,8 +154,8 @@ def test_charges_survive_their_record(charge: Charge) -> None:
         ({"min_survivors": 3.0}, "min_survivors"),
         ({"colluders": -1}, "colluders"),
         ({"delta_extra": -1e-9}, "delta_extra"),
-        ({"sample_rate": 0.5}, "seen by others"),
-        ({"sample_rate": math.nan}, "sample_rate"),
+        ({"participation": 0.5}, "seen by others"),
+        ({"participation": None}, "seen by others"),
         ({"guarantee": "global"}, "guarantee"),
         ({"mechanism": "laplace"}, "mechanism"),
         ({"gap": 0.1}, "gap"),
@@ -248,5 +249,20 @@ def test_records_of_discrete_charges_and_old_ones() -> None:
     assert len(old) == 4
     assert not Spending.from_record(old).concentrated
     for damaged in ([*old, False], [*old, 1.5], [*old, True, True], old[:3]):
-        with pytest.raises(ValueError):
+        with pytest.raises((TypeError, ValueError)):
             Spending.from_record(damaged)
+
+
+def test_coins_beside_discrete_gaussians_compose_as_renyi_divergences() -> None:
+    """A ledger that saw both: neither conversion alone covers the history."""
+    coin = Charge(2.0, 8, 1, participation=SecretParticipation(0.1))
+    both = Spending().plus(discrete(3.0, 8, 1, 0.0, 0.0), 4).plus(coin, 20)
+    assert both == Spending.from_record(both.record())
+    epsilon = both.epsilon("local", 1e-5)
+    alone = Spending().plus(discrete(3.0, 8, 1, 0.0, 0.0), 4).epsilon("local", 1e-5)
+    unamplified = Spending().plus(discrete(3.0, 8, 1, 0.0, 0.0), 4).plus(Charge(2.0, 8, 1), 20).epsilon("local", 1e-5)
+    assert alone < epsilon < unamplified
+    assert both.within(Budget("local", epsilon, 1e-5))
+    assert not both.within(Budget("local", alone, 1e-5))
+    with pytest.raises(ConfigError, match="secret coin"):
+        Charge(1.0, 8, 1, mechanism="discrete_gaussian", participation=SecretParticipation(0.5))
