@@ -99,10 +99,11 @@ def make_canary(name: str, opened: RoundOpen, rounds: int = 1) -> Canary:
         raise ConfigError(f"There is no canary {name!r}.", f"Use {', '.join(CANARIES)}.")
     d, clip = opened.dimension, opened.clip_norm
     x = np.zeros(d, np.float64)
+    whole = np.nextafter(np.float32(clip), np.float32(0))  # at C itself the norm is decided in slow exact arithmetic
     if name in ("first", "turns"):
-        x[0] = clip
+        x[0] = whole
     elif name == "last":
-        x[-1] = clip
+        x[-1] = whole
     elif name == "steps":
         size = math.ldexp(0.51, -opened.scale_log2)
         x[: int((clip / size) ** 2)] = size

@@ -128,7 +128,7 @@ PLANTS = [
     (noise_on_half_of_the_coordinates, "last", "local", 1, 2.0, NORMAL, COUNT // 2),
     (noise_on_half_of_the_coordinates, "spread", "central", 1, 0.5, NORMAL, COUNT),
     (no_noise_on_a_zero_update, "first", "local", 1, 2.0, NORMAL, COUNT // 2),
-    (share_of_m, "first", "central", 1, 0.5, TRUSTING, COUNT),
+    (share_of_m, "first", "central", 1, 0.4, TRUSTING, COUNT + COUNT // 2),
 ]
 
 
