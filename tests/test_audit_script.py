@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from hashlib import shake_256
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -32,10 +31,9 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def _fixed_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**9))
     monkeypatch.setattr(os, "urandom", lambda n: shake_256(b"script %d" % next(calls)).digest(n))
-    yield
 
 
 def test_the_real_path_passes(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """An attack on the whole release path: canaries in, what an observer sees out, one number per attempt.
 
-What is attacked is the code that a participant runs, from :func:`release_update` (clip, noise, ring grid) over the ring
-sum to the decoded vector, with the numbers that a configuration gives. The formulas of the accountant are not used.
+What is attacked is the code that a participant runs, from :func:`release_update` (clip, noise, ring grid) over the
+ring sum to the decoded vector, with the numbers that a configuration gives. The accountant is not asked.
 :mod:`lensemble_flwr.privacy.audit` turns the numbers into lower bounds.
 
 One attempt is T rounds of one participant. Its updates are a canary's or zero, as in the zero-out relation; all other
@@ -31,7 +31,7 @@ CANARIES = {
     "last": "C on the last coordinate",
     "spread": "C spread evenly over all coordinates",
     "long": "a million C, spread: what clipping is for",
-    "steps": "just over half a ring step on as many coordinates as C allows: what rounding before the noise would raise",
+    "steps": "just over half a ring step on as many coordinates as C allows: rounding before the noise raises it",
     "turns": "C on the first coordinate, with another sign in every other round",
 }
 
@@ -78,8 +78,10 @@ def audited_round(
 
 
 def accounted_mu(opened: RoundOpen, view: str, rounds: int) -> float:
-    """The mu that is claimed for ``rounds`` such rounds: what the noise multiplier promises, or what the ledger charges
-    if that is less. The audit must stay below it."""
+    """The mu that is claimed for ``rounds`` such rounds; the audit must stay below it.
+
+    It is what the noise multiplier promises, or what the ledger charges if that is less.
+    """
     honest = opened.min_survivors - opened.colluders
     promised = 1.0 / opened.noise_multiplier
     if opened.guarantee == Guarantee.CENTRAL and view == "local":
@@ -119,8 +121,8 @@ def observe(opened: RoundOpen, view: str, updates: Sequence[NDArray[np.float32] 
 
     Args:
         opened: the round.
-        view: ``"local"``: the release of the first participant. ``"central"``: the ring sum over the m - k participants
-            whose noise nobody else knows; the observer has subtracted what the others sent.
+        view: ``"local"``: the release of the first participant. ``"central"``: the ring sum over the m - k
+            participants whose noise nobody else knows; the observer has subtracted what the others sent.
         updates: of those participants, the first being the one under attack; missing ones are zero.
 
     Returns:

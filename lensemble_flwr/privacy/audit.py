@@ -58,10 +58,11 @@ def rate_bound(hits: Any, trials: int, confidence: float) -> Any:
 
 def epsilon_from_rates(alpha: Any, beta: Any, delta: float) -> Any:
     """Smallest epsilon >= 0 at which a test may have false positive rate alpha and false negative rate beta."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ways = [np.where(p > delta, np.log(np.maximum(p - delta, 0.0) / q), 0.0) for p, q in
-                ((1.0 - np.asarray(beta), np.asarray(alpha)), (1.0 - np.asarray(alpha), np.asarray(beta)))]  # fmt: skip
-    return np.maximum(0.0, np.maximum(*ways))
+    alpha, beta = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
+    with np.errstate(divide="ignore"):
+        one_way = np.log(np.maximum(1.0 - beta - delta, 0.0)) - np.log(alpha)
+        other_way = np.log(np.maximum(1.0 - alpha - delta, 0.0)) - np.log(beta)
+    return np.maximum(0.0, np.maximum(one_way, other_way))
 
 
 def mu_from_rates(alpha: Any, beta: Any) -> Any:

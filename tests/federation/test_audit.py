@@ -1,7 +1,7 @@
 """The audit passes the release path as it is, and finds every defect that is planted into it, with as many releases.
 
-The operating system's source is replaced by a fixed sequence of keys, so nothing here can flake; everything else is the
-real path.
+The operating system's source is replaced by a fixed sequence of keys, so nothing here can flake; everything else is
+the real path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the noise's randomness may not go, and what happens when there is none.
 
-A spy records every key, keystream and noise of a federation. Everything that the federation wrote, sent, logged or held
-is then searched for them. The searcher is shown to find what is hidden.
+A spy records every key, keystream and noise of a federation. Everything that the federation wrote, sent, logged or
+held is then searched for them. The searcher is shown to find what is hidden.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def test_noise_is_independent_across_rounds_participants_and_processes() -> None
 
 
 def test_the_source_is_the_operating_system_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Python's and NumPy's generators in the same state the noise differs; with the same OS bytes it is the same."""
+    """With Python's and NumPy's generators in one state the noise differs; with one answer of the OS it does not."""
     import random
 
     def draw() -> np.ndarray:
