@@ -34,6 +34,7 @@ from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
 from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused, set_header_bytes
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
+from lensemble_flwr.privacy.noise import OsEntropy
 from lensemble_flwr.secagg import ClientSession, to_wire
 
 ACK = b"\x01"
@@ -227,6 +228,7 @@ class SiteParticipant:
 
         Raises:
             RoundError: theta is not the RoundOpen's (nothing is charged), or the round is forfeited.
+            ConfigError: the operating system's random source fails; nothing was trained and nothing was charged.
             PrivacyBudgetExceeded, LedgerError: the reservation failed; nothing left and nothing was charged.
         """
         opened, attempt, session = self._recall()
@@ -258,6 +260,8 @@ class SiteParticipant:
         return Outgoing(root, to_wire(lanes, session_params(opened, attempt).ring))
 
     def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
+        if not opened.replay:
+            OsEntropy().probe()  # without noise there is no release: find out before training, and before paying
         delta, state = self._delta(opened, theta)
         fid, index = opened.federation_id, opened.round
         # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).

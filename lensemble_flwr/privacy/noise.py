@@ -74,6 +74,7 @@ class Keystream:
         if len(key) != 32:
             raise ContractViolation("A keystream needs a 256-bit key.")
         self._key = key
+        self._process = os.getpid()
         self._zeros = memoryview(bytes(16 * BLOCK))
         self._buffer = bytearray(len(self._zeros) + 16)
         self._words = np.frombuffer(self._buffer, "<u8")
@@ -88,7 +89,13 @@ class Keystream:
         self._left = _NONCE_BYTES
 
     def words(self, count: int) -> _Words:
-        """The next ``count`` words, count <= 2 BLOCK. The array is overwritten by the next call."""
+        """The next ``count`` words, count <= 2 BLOCK. The array is overwritten by the next call.
+
+        Raises:
+            ContractViolation: in a child of the process that opened it, where parent and child would draw the same.
+        """
+        if os.getpid() != self._process:
+            raise ContractViolation("A keystream was carried into another process.", "Open one there.")
         size = 8 * count
         if size > self._left:
             self._next()
@@ -132,6 +139,15 @@ class OsEntropy:
         if len(key) != 32 or not any(key):
             raise ConfigError("The operating system's random source is broken.", "Repair it; nothing is released.")
         return Keystream(key)
+
+    def probe(self) -> None:
+        """Draw a key and throw it away, to learn that the source works before anything depends on it.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        with self.open():
+            pass
 
 
 class ReplayEntropy:
