@@ -163,6 +163,8 @@ def round_open(
         min_survivors=plan.min_survivors,
         colluders=plan.colluders,
         two_party=plan.two_party,
+        pinned=config.secagg.pinned,
+        consistency=config.secagg.compares_views,
         roster=roster,
     )
 
@@ -182,6 +184,7 @@ def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
         ring=RingParams(opened.ring_bits, len(opened.roster), opened.scale_log2, opened.dimension),
         colluders=opened.colluders,
         allow_two_party=opened.two_party,
+        consistency=opened.consistency,
     )
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, U8, U16, U32, U64, Record, wire
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Guarantee(IntEnum):
@@ -36,9 +36,11 @@ class RoundOpen(Record):
     ``noise_std`` (s) is the standard deviation of each participant's own noise per coordinate, in model units;
     ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
+    ``pinned``: a participant without a pinned roster refuses; ``consistency``: views are compared before unmasking.
     """
 
     MAGIC: ClassVar[bytes] = b"LRO1"
+    VERSION: ClassVar[int] = 2
 
     federation_id: bytes = wire(HASH)
     config_hash: bytes = wire(HASH)
@@ -64,6 +66,8 @@ class RoundOpen(Record):
     min_survivors: int = wire(U32)
     colluders: int = wire(U32)
     two_party: bool = wire(U8)
+    pinned: bool = wire(U8)
+    consistency: bool = wire(U8)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
