@@ -29,7 +29,7 @@ Sign = Callable[[bytes], bytes]
 
 _FIELD = 2**255 - 19
 # y coordinates of the points of order 1, 2, 4 and 8: under such a "key" a signature can fit almost any statement.
-_Y8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD83D3D706A17C7
+_Y8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
 _SMALL_ORDER = frozenset({0, 1, _FIELD - 1, _Y8, _FIELD - _Y8})
 
 
