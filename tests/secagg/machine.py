@@ -8,7 +8,7 @@ member's site gives it what ``federation/participant.py`` gives it: no session s
 After every step:
 
 * a member deals, masks and signs once in an attempt, however often its state is put back;
-* nobody's mask key and self-mask seed have both been revealed often enough to be known, counting every colluder's share;
+* nobody's mask key and self-mask seed have both been revealed often enough to be known, colluders' shares included;
 * secrets of one attempt at most are known, so that no two sums of the same payloads can be subtracted;
 * whatever the honest coordinator that listens in obtains is the exact sum over its U3;
 * every refusal is a SecureAggregationError.
