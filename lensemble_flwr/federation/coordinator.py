@@ -41,7 +41,7 @@ from lensemble_flwr.federation.records import (
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.task import Task, theta_hash
 from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
-from lensemble_flwr.secagg import ServerSession, from_wire
+from lensemble_flwr.secagg import ServerSession, from_wire, signature_holds
 
 MAX_ATTEMPTS = 3
 MAX_BURNT_IN_A_ROW = 2
@@ -333,6 +333,9 @@ class Coordinator:
             return None, "MALFORMED"
         if joined.protocol != PROTOCOL_VERSION:
             return None, "PROTOCOL"
+        statement = JoinReply.statement(self.folder.federation_id, joined.identity, joined.dataset_root)
+        if not signature_holds(joined.identity, joined.signature, statement):
+            return None, "BAD_SIGNATURE"
         member = self.members.get(joined.identity)
         if member is None and len(self.members) >= self.config.federation.participants:
             return None, "FULL"

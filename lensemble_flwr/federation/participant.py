@@ -67,7 +67,7 @@ class SiteParticipant:
     # ------------------------------------------------------------------ join
 
     def join(self, body: bytes) -> Outgoing:
-        """Identity, protocol version and salted dataset root.
+        """Identity, protocol version and salted dataset root, signed.
 
         Raises:
             RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH), or needs a
@@ -80,8 +80,9 @@ class SiteParticipant:
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
-        reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self._commit(request.federation_id))
-        return Outgoing(reply.encode())
+        identity, root = self.site.identity, self._commit(request.federation_id)
+        signature = self.site.sign(JoinReply.statement(request.federation_id, identity, root))
+        return Outgoing(JoinReply(PROTOCOL_VERSION, identity, root, signature).encode())
 
     def _roster(self) -> Roster | None:
         """Whom this site pinned. Simulated sites have no operators: in a pinned run they pin the sites beside them."""

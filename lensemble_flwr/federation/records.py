@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from lensemble_flwr.errors import ContractViolation
-from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, U8, U16, U32, U64, Record, wire
+from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, SIGNATURE, U8, U16, U32, U64, Record, wire
 
 PROTOCOL_VERSION = 2
 
@@ -118,10 +118,18 @@ class JoinRequest(Record):
 
 @dataclass(frozen=True)
 class JoinReply(Record):
-    """A participant's identity, protocol version and salted dataset root."""
+    """A participant's identity, protocol version and salted dataset root, signed for this federation."""
 
     MAGIC: ClassVar[bytes] = b"LJR1"
+    VERSION: ClassVar[int] = 2
 
     protocol: int = wire(U16)
     identity: bytes = wire(HASH)
     dataset_root: bytes = wire(HASH)
+    signature: bytes = wire(SIGNATURE)
+
+    @staticmethod
+    def statement(federation_id: bytes, identity: bytes, dataset_root: bytes) -> bytes:
+        """What the signature is over: nobody joins in another's name, or binds it to another dataset root."""
+        head = b"lensemble join" + PROTOCOL_VERSION.to_bytes(2, "big")
+        return head + federation_id + identity + dataset_root

@@ -132,7 +132,7 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         opened: the round that is open here; None before the first.
     """
     if stage == Stage.JOIN:
-        return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32)).encode()))
+        return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32), bytes(64)).encode()))
     if stage == Stage.CLOSE:
         return Expected(1)
     if opened is None:

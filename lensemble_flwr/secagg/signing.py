@@ -41,11 +41,15 @@ def statement(stage: Stage, binding: bytes, identity: bytes, *parts: bytes) -> b
 
 def holds(signature: bytes, stage: Stage, binding: bytes, identity: bytes, *parts: bytes) -> bool:
     """Whether this is the member's signature."""
+    return signature_holds(identity, signature, statement(stage, binding, identity, *parts))
+
+
+def signature_holds(identity: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether the holder of an identity's private key signed these bytes."""
     if weak(identity):
         return False
     try:
-        key = Ed25519PublicKey.from_public_bytes(identity)
-        key.verify(signature, statement(stage, binding, identity, *parts))
+        Ed25519PublicKey.from_public_bytes(identity).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True

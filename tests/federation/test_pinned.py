@@ -22,7 +22,7 @@ from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.plan import make_plan, round_open, session_params
 from lensemble_flwr.federation.policy import save_policy
-from lensemble_flwr.federation.records import JoinRequest, RoundOpen
+from lensemble_flwr.federation.records import JoinReply, JoinRequest, RoundOpen
 from lensemble_flwr.federation.roster import Roster, save_roster
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
@@ -503,8 +503,34 @@ def test_what_is_signed_is_only_ever_the_protocols(tmp_path: Path) -> None:
         federation.start()
     stages = secagg_wire.Stage
     signed = [stages.KEYS, stages.SHARES, stages.MASKED, stages.CONSISTENCY, stages.REVEAL]
+    joins = [s for s in statements if s.startswith(b"lensemble join\x00\x02")]
+    assert len(joins) == len(set(joins)) == 4
+    statements = [s for s in statements if s not in joins]
     assert len(statements) == len(signed) * 4 == len(set(statements))
     assert sorted(stages(s[15]) for s in statements) == sorted(4 * signed)
     assert all(s.startswith(b"LSA1 signature\x02") and len(s) == 15 + 1 + 3 * 32 for s in statements)
     example = signing.statement(stages.KEYS, bytes(32), bytes(32), b"")
     assert example == b"LSA1 signature\x02\x10" + bytes(64) + hashlib.sha256(b"").digest()
+
+
+@pytest.mark.parametrize("lie", ["identity", "dataset_root", "signature", "another federation"])
+def test_nobody_joins_in_anothers_name_or_binds_it_to_another_root(tmp_path: Path, lie: str) -> None:
+    federation = pinned(tmp_path)
+    other = site_of(federation, 103).identity
+
+    def after(stage: str, node: int, reply: Reply) -> Reply:
+        if stage != Stage.JOIN or node != NODE:
+            return reply
+        join = JoinReply.decode(reply.body)
+        changes = {"identity": other, "dataset_root": bytes(32), "signature": bytes(64)}
+        if lie == "another federation":
+            statement = JoinReply.statement(bytes(32), join.identity, join.dataset_root)
+            changed = dataclasses.replace(join, signature=site_of(federation).sign(statement))
+        else:
+            changed = dataclasses.replace(join, **{lie: changes[lie]})
+        return dataclasses.replace(reply, body=changed.encode())
+
+    federation.transport.after = after
+    federation.start()
+    assert ("refused", {"stage": Stage.JOIN, "code": "BAD_SIGNATURE"}) in federation.events
+    assert outcomes(federation) == [("committed", 3)]
