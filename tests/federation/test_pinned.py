@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -361,15 +362,19 @@ def test_a_bad_question_does_not_use_the_one_answer_up(tmp_path: Path, stage: st
 # ---------------------------------------------------------------- answered once, through attempts and resume
 
 
-def test_the_attempt_rule_holds_through_resume(tmp_path: Path) -> None:
-    """Two of four answer, the coordinator dies, forgets that it asked, and tries again: those two refuse for ever."""
+@pytest.mark.parametrize(("count", "colluders"), [(2, 0), (3, 1)])
+def test_the_attempt_rule_holds_through_resume(tmp_path: Path, count: int, colluders: int) -> None:
+    """Some answer (t = 3 of them, or fewer), the coordinator dies, forgets that it asked, and asks the rest too.
+
+    Who answered refuses for ever, but for one that colludes and forgets: with it t answers are not found again.
+    """
     federation = pinned(tmp_path, "diloco.rounds=2")
     answered: list[int] = []
 
     def after(stage: str, node: int, reply: Reply) -> Reply:
         if stage == Stage.UNMASK and not federation.rounds():
             answered.append(node)
-            if len(answered) == 2:
+            if len(answered) == count:
                 raise Killed
         return reply
 
@@ -379,11 +384,13 @@ def test_the_attempt_rule_holds_through_resume(tmp_path: Path) -> None:
     (tmp_path / "run/state/round-00000/asked").unlink()
     federation.transport.log.clear()
     federation.transport.after = lambda stage, node, reply: reply
+    for colluder in answered[:colluders]:
+        shutil.rmtree(site_of(federation, colluder).folder / "answered")
     with pytest.raises(SecureAggregationError, match="3 attempts"):
         federation.resume()
     assert all(code is not None for codes in replies(federation, Stage.UNMASK).values() for code in codes)
     opened = replies(federation, Stage.OPEN)
-    assert {node for node, codes in opened.items() if codes[0] is not None} == set(answered)
+    assert {node for node, codes in opened.items() if codes[0] is not None} == set(answered[colluders:])
 
 
 def test_killed_between_the_latch_and_the_answer_it_never_answers(

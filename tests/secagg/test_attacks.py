@@ -1,4 +1,27 @@
-"""What a coordinator, a member or the network can try, and how it is refused."""
+"""What a coordinator, a member or the network can try, and how it is refused.
+
+The numbers are those of one list of attacks; where the rest of it is tried:
+
+ 1 both secrets of a member      here, machine.py (all orders, several attempts), federation/test_pinned.py (the latch)
+ 2 replay                        here; of signatures test_signatures.py
+ 3 public keys                   here; keys that the coordinator swaps test_signatures.py
+ 4, 5 envelopes                  here
+ 6 too few survivors             here, test_session.py
+ 7, 8 malformed                  here, test_fuzz.py; altered vectors test_signatures.py
+ 9 payloads                      here, test_ring.py
+10 drops at each stage           test_session.py (one, n-t, n-t+1, all, at each of 4 and of 5 stages)
+11 different models, parameters  here, federation/test_round.py
+12 downgrades                    here, test_params.py, federation/test_round.py, federation/test_pinned.py
+13 split views                   test_signatures.py, federation/test_pinned.py
+14 sybils, wrong signers         test_signatures.py, federation/test_pinned.py
+15, 16 retries, past rounds      here, federation/test_resume.py, federation/test_pinned.py
+17 keystream, uniformity         here, test_keystream.py
+18 determinism                   test_session.py (order of arrival, threads), test_golden.py
+19 wrong shares                  here
+20 corrupted sums                here
+21 secrets where they belong     here, federation/test_pinned.py (files, messages, memory, events of a whole run)
+22 crashes                       federation/test_resume.py, federation/test_pinned.py
+"""
 
 from __future__ import annotations
 
