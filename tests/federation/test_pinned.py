@@ -29,6 +29,7 @@ from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.wire import Refusal, Stage
+from lensemble_flwr.preflight import _traffic
 from lensemble_flwr.secagg import ClientSession, signing, state
 from lensemble_flwr.secagg import wire as secagg_wire
 from tests.federation.harness import Federation, Killed
@@ -541,3 +542,46 @@ def test_nobody_joins_in_anothers_name_or_binds_it_to_another_root(tmp_path: Pat
     federation.start()
     assert ("refused", {"stage": Stage.JOIN, "code": "BAD_SIGNATURE"}) in federation.events
     assert outcomes(federation) == [("committed", 3)]
+
+
+@pytest.mark.parametrize("secure", ["false", "true"])
+def test_preflight_counts_the_bytes_that_a_round_sends(tmp_path: Path, secure: str) -> None:
+    federation = Federation(tmp_path, f"diloco.rounds=2 secagg.pinned={secure}")
+    federation.start()
+    plan = make_plan(federation.config, 4, federation.task.dimension)
+    up, down = _traffic(plan, federation.config.secagg.compares_views)
+    record = federation.rounds()[1]  # the first has no RoundClose to send
+    assert record["bytes_up"] == 4 * up
+    assert abs(record["bytes_down"] - 4 * down) < 4 * 64  # lengths of the two records are rounded
+
+
+@pytest.mark.parametrize("stage", [Stage.JOIN, Stage.OPEN, Stage.SHARE, Stage.TRAIN, Stage.AGREE, Stage.UNMASK])
+def test_whatever_bytes_a_coordinator_sends_only_a_typed_error_comes_of_them(tmp_path: Path, stage: str) -> None:
+    """Before the genuine message of a stage: noise, cuts, additions, flipped bits. Nothing else is ever raised."""
+    federation, rng = pinned(tmp_path), np.random.default_rng(7)
+    done: list[Reply] = []
+
+    def before(at: str, node: int, fields: Fields) -> Any:
+        if at != stage or node != NODE or done:
+            return None
+        name = "envelopes" if at == Stage.TRAIN else "body"
+        good = fields[name]
+        flips = [bytearray(good) for _ in range(12)]
+        for flipped in flips:
+            flipped[int(rng.integers(len(good)))] ^= 1 << int(rng.integers(8))
+        cuts = [good[: int(rng.integers(len(good)))] for _ in range(6)]
+        noise = [rng.bytes(len(good)), rng.bytes(40), b"", good + b"\0", 2 * good, bytes(1 << 16)]
+        for body in (*map(bytes, flips), *cuts, *noise):
+            done.append(federation.transport.deliver(at, node, {**fields, name: body}))
+        for odd in (None, 7, "text", [1]):
+            done.append(federation.transport.deliver(at, node, {**fields, name: odd}))
+        return None
+
+    federation.transport.before = before
+    federation.start()
+    assert len(done) == 28
+    raised = [error for _, node, error in federation.transport.errors if node == NODE]
+    assert len(raised) >= 22  # of CONFIRMED one signature in four may be wrong
+    assert all(isinstance(error, LensembleError) for error in raised)
+    # a session that was asked for its shares once is used up, whatever it was asked with
+    assert outcomes(federation) == [("committed", 3 if stage == Stage.SHARE else 4)]
