@@ -66,15 +66,13 @@ class Participant(NumPyClient):
         """
         if len(parameters) != 1:
             raise ContractViolation(f"fit takes one flat vector, not {len(parameters)}.")
-        out = self.inner.masked_update(parameters[0], config[ENVELOPES])
+        out = self.masked_update(parameters[0], config[ENVELOPES])
         assert out.vector is not None
         return [out.vector], 1, {}
 
     def masked_update(self, theta: np.ndarray, envelopes: bytes) -> Outgoing:
-        """The reply of the training stage: what ``fit`` gives, with the dataset root that it is bound to."""
-        opened = self.inner.public_round()
-        vectors, _, _ = self.fit([theta], {ENVELOPES: envelopes})
-        return Outgoing(self.inner.dataset_root(opened.federation_id) if opened else b"", vectors[0])
+        """The whole reply of the training stage: what ``fit`` gives, with what the participant signs beside it."""
+        return self.inner.masked_update(theta, envelopes)
 
     def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
         raise ContractViolation("A participant's parameters never leave it.")

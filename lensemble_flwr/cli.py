@@ -143,10 +143,17 @@ def _ledger(argv: Sequence[str]) -> int:
     return ledger_command(list(argv))
 
 
+def _site(argv: Sequence[str]) -> int:
+    from lensemble_flwr.federation.site_cli import site_command
+
+    return site_command(list(argv))
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run one federation"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
+    "site": (_site, "a participant's own folder: whom it is willing to sum with"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
 }
 

@@ -22,7 +22,7 @@ import typing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lensemble_flwr.errors import ConfigError
 
@@ -145,7 +145,11 @@ class PrivacyConfig:
 
 @dataclass(frozen=True)
 class SecAggConfig:
-    """Secure aggregation. ``range`` is the public per-coordinate bound used only when privacy is off."""
+    """Secure aggregation. ``range`` is the public per-coordinate bound used only when privacy is off.
+
+    With ``pinned`` a participant that has not pinned a roster refuses to take part; ``consistency`` adds the stage in
+    which members compare what they were shown, by default (auto) where identities are pinned.
+    """
 
     enabled: bool
     threshold: int | None
@@ -154,6 +158,8 @@ class SecAggConfig:
     range: float
     assumed_colluders: int
     allow_two_party: bool
+    pinned: bool
+    consistency: Literal["auto", True, False]
 
     def __post_init__(self) -> None:
         _require(
@@ -167,6 +173,11 @@ class SecAggConfig:
             self.assumed_colluders >= 1,
             f"secagg.assumed_colluders={self.assumed_colluders} must be at least 1: every peer knows its own share.",
         )
+
+    @property
+    def compares_views(self) -> bool:
+        """Whether rounds have the consistency stage."""
+        return self.pinned if self.consistency == "auto" else self.consistency
 
 
 @dataclass(frozen=True)
@@ -504,6 +515,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if value is None:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, path)
+    if origin is typing.Literal:
+        choices = ", ".join(str(a).lower() if isinstance(a, bool) else str(a) for a in args)
+        same = any(type(value) is type(a) and value == a for a in args)
+        _require(same, f"{path} must be one of {choices}, not {value!r}.")
+        return value
     if origin is tuple:
         _require(isinstance(value, list), f"{path} must be a list, not {value!r}.", f"Write {path}=[a,b].")
         return tuple(_convert(args[0], v, path) for v in value)

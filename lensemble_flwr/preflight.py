@@ -249,7 +249,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:
             rehearsal = rehearse(task, config, plan, progress)
             update_seconds = rehearsal.update_seconds
-    up, down = _traffic(plan)
+    up, down = _traffic(plan, config.secagg.compares_views)
     cores = os.cpu_count() or 1
     seconds = _START_S + config.diloco.rounds * (
         4 * (_EXCHANGE_S + plan.n * _MESSAGE_S) + plan.n * update_seconds / cores
@@ -303,12 +303,13 @@ def _rounds_left(config: Config, plan: Plan) -> int | None:
     return min(left, default=None)
 
 
-def _traffic(plan: Plan) -> tuple[int, int]:
+def _traffic(plan: Plan, compares_views: bool) -> tuple[int, int]:
     """Payload bytes of one participant in one round, (up, down), without drops."""
     n = plan.n
-    up = message_size(Stage.KEYS, n, n) + message_size(Stage.SHARES, n, n) + message_size(Stage.REVEAL, n, n)
-    down = message_size(Stage.ROSTER, n, n) + message_size(Stage.ENVELOPES, n, n)
-    down += message_size(Stage.SURVIVORS, n, n) + 400 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
+    sent = [Stage.KEYS, Stage.SHARES, Stage.MASKED, Stage.REVEAL] + [Stage.CONSISTENCY] * compares_views
+    got = [Stage.ROSTER, Stage.ENVELOPES, Stage.SURVIVORS] + [Stage.CONFIRMED] * compares_views
+    up, down = (sum(message_size(stage, n, n) for stage in stages) for stages in (sent, got))
+    down += 400 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
     return up + plan.ring.wire_bytes + 32, down + 4 * plan.dimension
 
 

@@ -28,8 +28,10 @@ def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
         scale_log2=plan.ring.scale_log2,
         qmax=plan.ring.qmax,
         secagg_enabled=config.secagg.enabled,
-        identities_pinned=False,  # signatures and the consistency stage are not built yet
-        consistency_stage=False,
+        # Each participant holds the run to both: it refuses without a pinned roster, and it refuses a RoundOpen that
+        # lacks the consistency stage of its own configuration or policy. The manifest knows no more than that.
+        identities_pinned=config.secagg.pinned,
+        consistency_stage=config.secagg.compares_views,
         entropy=privacy.entropy,
         simulation=simulation,
         privacy_enabled=privacy.enabled,

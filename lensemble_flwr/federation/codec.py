@@ -18,6 +18,8 @@ from lensemble_flwr.errors import ContractViolation, RoundError
 
 IDENTITY_BYTES = 32
 HASH_BYTES = 32
+SIGNATURE_BYTES = 64
+_FIXED = {"hash": HASH_BYTES, "signature": SIGNATURE_BYTES}
 MAX_ROSTER = 4096
 
 
@@ -31,7 +33,7 @@ class Kind:
 
 U8, U16, U32, U64 = Kind("u8", ">B"), Kind("u16", ">H"), Kind("u32", ">I"), Kind("u64", ">Q")
 I32, F64 = Kind("i32", ">i"), Kind("f64", ">d")
-HASH, HASHES = Kind("hash"), Kind("hashes")
+HASH, HASHES, SIGNATURE = Kind("hash"), Kind("hashes"), Kind("signature")
 
 
 def wire(kind: Kind) -> Any:
@@ -101,9 +103,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _encode_field(kind: Kind, value: Any) -> bytes:
-    if kind is HASH:
-        if not isinstance(value, bytes) or len(value) != HASH_BYTES:
-            raise ValueError("need 32 bytes")
+    if kind.name in _FIXED:
+        if not isinstance(value, bytes) or len(value) != _FIXED[kind.name]:
+            raise ValueError(f"need {_FIXED[kind.name]} bytes")
         return value
     if kind is HASHES:
         if len(value) > MAX_ROSTER or any(not isinstance(v, bytes) or len(v) != HASH_BYTES for v in value):
@@ -120,8 +122,9 @@ def _decode_field(kind: Kind, body: bytes, offset: int, where: str) -> tuple[Any
             raise RoundError(f"The {where} is truncated.")
         return body[offset : offset + count]
 
-    if kind is HASH:
-        return take(HASH_BYTES), offset + HASH_BYTES
+    if kind.name in _FIXED:
+        count = _FIXED[kind.name]
+        return take(count), offset + count
     if kind is HASHES:
         (count,) = struct.unpack(">I", take(4))
         if count > MAX_ROSTER:  # bounded before anything is read

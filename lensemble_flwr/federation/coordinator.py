@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from lensemble_flwr.errors import (
     SecureAggregationError,
 )
 from lensemble_flwr.federation.checkpoint import Checkpoint
+from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.outer import Step, checked_step, outer_step
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open, session_params
 from lensemble_flwr.federation.records import (
@@ -40,7 +41,7 @@ from lensemble_flwr.federation.records import (
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.task import Task, theta_hash
 from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
-from lensemble_flwr.secagg import ServerSession, from_wire
+from lensemble_flwr.secagg import ServerSession, from_wire, signature_holds
 
 MAX_ATTEMPTS = 3
 MAX_BURNT_IN_A_ROW = 2
@@ -332,6 +333,9 @@ class Coordinator:
             return None, "MALFORMED"
         if joined.protocol != PROTOCOL_VERSION:
             return None, "PROTOCOL"
+        statement = JoinReply.statement(self.folder.federation_id, joined.identity, joined.dataset_root)
+        if not signature_holds(joined.identity, joined.signature, statement):
+            return None, "BAD_SIGNATURE"
         member = self.members.get(joined.identity)
         if member is None and len(self.members) >= self.config.federation.participants:
             return None, "FULL"
@@ -419,7 +423,7 @@ class Coordinator:
         )
 
     def _attempt(self, checkpoint: Checkpoint, opened: RoundOpen, attempt: int, last: RoundClose | None) -> StoredSum:
-        """One pass through the four stages.
+        """One pass through the stages.
 
         Raises:
             _Void: too few are left before anybody was asked to reveal.
@@ -456,22 +460,34 @@ class Coordinator:
         # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
         answers, _ = self._ask(Stage.TRAIN, requests, ring.wire_bytes)
         for identity, reply in list(answers.items()):
-            if reply.body != self.members[identity].dataset_root:
+            root = reply.body[:HASH_BYTES]
+            if root != self.members[identity].dataset_root:
                 mismatch = CommitmentMismatch(
                     "An update names another dataset root than its participant joined with; it is not summed.",
                     expected_root=self.members[identity].dataset_root.hex(),
-                    got_root=reply.body.hex(),
+                    got_root=root.hex(),
                     round=opened.round,
                 )
                 self.on_event("excluded", {"round": opened.round, "cause": mismatch.code})
                 del answers[identity]
-        take(lambda i, v: session.add_masked(i, from_wire(v, ring)), {i: r.vector for i, r in answers.items()})
+
+        def add_masked(identity: bytes, reply: Reply) -> None:
+            root, message = reply.body[:HASH_BYTES], reply.body[HASH_BYTES:]
+            session.add_masked(identity, message, from_wire(cast(np.ndarray, reply.vector), ring), root)
+
+        take(add_masked, answers)
         enough(session.u3, "masked updates")
 
-        survivors = session.survivors()
+        question = session.survivors()
+        if opened.consistency:
+            answers, _ = self._ask(Stage.AGREE, {i: {BODY: question} for i in session.u3})
+            take(session.add_consistency, {i: r.body for i, r in answers.items()})
+            if len(session.signers) < opened.threshold:
+                raise _Void(f"{len(session.signers)} signed the survivors; {opened.threshold} are needed")
+            question = session.confirmed()
         self.folder.mark_asked(opened.round)
         self.on_event("asked", {"round": opened.round})
-        answers, _ = self._ask(Stage.UNMASK, {i: {BODY: survivors} for i in session.u3})
+        answers, _ = self._ask(Stage.UNMASK, {i: {BODY: question} for i in session.signers})
         take(session.add_reveal, {i: r.body for i, r in answers.items()})
         total = session.unmask()
         self._check_norm(opened, total, len(session.u3))

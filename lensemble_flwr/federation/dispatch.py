@@ -68,6 +68,8 @@ def handle(
         return participant.join(body), expected_reply(stage, b"", None)
     if stage == Stage.SHARE:
         return participant.share_keys(body), expected_reply(stage, body, opened)
+    if stage == Stage.AGREE:
+        return participant.agree(body), expected_reply(stage, b"", opened)
     if stage == Stage.UNMASK:
         return participant.unmask(body), expected_reply(stage, envelopes, opened)
     if stage == Stage.CLOSE:

@@ -29,6 +29,7 @@ from lensemble_flwr.federation.records import (
     RoundOpen,
 )
 from lensemble_flwr.federation.release import release_update
+from lensemble_flwr.federation.roster import Roster, simulated_roster
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
 from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused, set_header_bytes
@@ -38,6 +39,7 @@ from lensemble_flwr.privacy.noise import OsEntropy
 from lensemble_flwr.secagg import ClientSession, to_wire
 
 ACK = b"\x01"
+_PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
 _OPEN, _ATTEMPT, _SESSION = "open", "attempt", "session"
 
 
@@ -66,18 +68,29 @@ class SiteParticipant:
     # ------------------------------------------------------------------ join
 
     def join(self, body: bytes) -> Outgoing:
-        """Identity, protocol version and salted dataset root.
+        """Identity, protocol version and salted dataset root, signed.
 
         Raises:
-            RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH).
+            RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH), or needs a
+                pinned roster where there is none (POLICY).
         """
         request = JoinRequest.decode(body)
+        if self.config.secagg.pinned and self._roster() is None:
+            raise refused("The run needs a pinned roster and there is none here.", Refusal.POLICY, _PIN)
         if request.config_hash != config_hash(self.config):
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
-        reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self._commit(request.federation_id))
-        return Outgoing(reply.encode())
+        identity, root = self.site.identity, self._commit(request.federation_id)
+        signature = self.site.sign(JoinReply.statement(request.federation_id, identity, root))
+        return Outgoing(JoinReply(PROTOCOL_VERSION, identity, root, signature).encode())
+
+    def _roster(self) -> Roster | None:
+        """Whom this site pinned. Simulated sites have no operators: in a pinned run they pin the sites beside them."""
+        roster = self.site.roster
+        if roster is None and self.config.secagg.pinned and self.runtime.simulation:
+            return simulated_roster(self.site.folder.parent)
+        return roster
 
     def _commit(self, federation_id: bytes) -> bytes:
         """The dataset root of a federation, computed at the first join and kept.
@@ -139,7 +152,7 @@ class SiteParticipant:
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             if entry.state is None:
                 self._budget_left(ledger, opened)
-        session = ClientSession(session_params(opened, attempt), self.site.identity)
+        session = ClientSession(session_params(opened, attempt), self.site.identity, self.site.sign)
         keys = session.keys()
         self._remember(opened, attempt, session)
         return Outgoing(keys)
@@ -163,7 +176,7 @@ class SiteParticipant:
             raise refused("The round has another size than the configuration.", Refusal.HASH_MISMATCH)
         if opened.replay and not self.runtime.simulation:
             raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
-        self.site.policy.check(opened)
+        self.site.policy.check(opened, self._roster())
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
@@ -182,6 +195,8 @@ class SiteParticipant:
             (opened.colluders, plan.colluders),
             (opened.two_party, plan.two_party),
             (opened.participation, plan.participation),
+            (opened.pinned, config.secagg.pinned),
+            (opened.consistency, config.secagg.compares_views),
             (opened.ring_bits, plan.ring.bits),
             (opened.scale_log2, plan.ring.scale_log2),
             (opened.clip_norm, plan.clip_norm),
@@ -224,7 +239,8 @@ class SiteParticipant:
     # ------------------------------------------------------------------ stage 3: theta, envelopes -> masked update
 
     def masked_update(self, theta: np.ndarray, envelopes: bytes) -> Outgoing:
-        """Train, align, reserve, clip, noise, encode, mask. Returns the masked vector and the dataset root.
+        """Train, align, reserve, clip, noise, encode, mask. Returns the masked vector, and the dataset root with the
+        message that signs both.
 
         Raises:
             RoundError: theta is not the RoundOpen's (nothing is charged), or the round is forfeited.
@@ -257,7 +273,7 @@ class SiteParticipant:
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
-        return Outgoing(root, to_wire(lanes, session_params(opened, attempt).ring))
+        return Outgoing(root + session.masked_message(root), to_wire(lanes, session_params(opened, attempt).ring))
 
     def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
         if not opened.replay:
@@ -320,12 +336,24 @@ class SiteParticipant:
         self.site.adopt_local_state(opened.federation_id, opened.round)
         return release
 
-    # ------------------------------------------------------------------ stage 4: survivors -> one share per peer
+    # ------------------------------------------------------------------ stage 4: survivors -> a signature of the view
+
+    def agree(self, body: bytes) -> Outgoing:
+        """Sign what this participant was shown of the survivors; in rounds with the consistency stage only."""
+        opened, attempt, session = self._recall()
+        session.check_survivors(body)
+        # Once per session: one that signed two views could help two sets of survivors to a majority.
+        self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
+        reply = session.agree(body)
+        self._remember(opened, attempt, session)
+        return Outgoing(reply)
+
+    # ------------------------------------------------------------------ last stage: survivors -> one share per peer
 
     def unmask(self, body: bytes) -> Outgoing:
         """Answer once per round, for ever: the latch is on disk before the answer exists."""
         opened, _, session = self._recall()
-        session.check_survivors(body)  # a question that would be refused must not use the one answer up
+        session.check_question(body)  # a question that would be refused must not use the one answer up
         self.site.answer_once(opened.federation_id, opened.round)
         try:
             reply = session.reveal(body)
@@ -425,7 +453,8 @@ class SiteParticipant:
         try:
             opened = RoundOpen.decode(self.memory[_OPEN])
             attempt = int.from_bytes(self.memory[_ATTEMPT], "big")
-            session = ClientSession.from_bytes(self.memory[_SESSION], session_params(opened, attempt))
+            params = session_params(opened, attempt)
+            session = ClientSession.from_bytes(self.memory[_SESSION], params, self.site.sign)
         except KeyError as error:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error
         return opened, attempt, session

@@ -276,6 +276,8 @@ def round_open(
         colluders=plan.colluders,
         two_party=plan.two_party,
         sample_rate=plan.participation.rate,
+        pinned=config.secagg.pinned,
+        consistency=config.secagg.compares_views,
         roster=roster,
     )
 
@@ -295,6 +297,7 @@ def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
         ring=RingParams(opened.ring_bits, len(opened.roster), opened.scale_log2, opened.dimension),
         colluders=opened.colluders,
         allow_two_party=opened.two_party,
+        consistency=opened.consistency,
     )
 
 

@@ -17,6 +17,7 @@ from lensemble_flwr.config import Config
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ConfigError, PolicyViolation
 from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.privacy.ledger import Budget
 
 POLICY_VERSION = 1
@@ -29,7 +30,8 @@ class Policy:
     ``max_epsilon_*`` (null: this view is not limited) at ``delta`` hold over the site's whole life; ``min_own_noise``
     is the smallest own noise std over C; ``min_survivors``, ``min_colluders``, ``min_roster``, ``max_clip_norm`` and
     ``max_inner_steps`` bound what a RoundOpen may say; ``allow_replay`` is written only by simulated sites;
-    ``log_releases`` keeps a copy of every release (noised) at the site, for audits.
+    ``log_releases`` keeps a copy of every release (noised) at the site, for audits; ``require_roster`` refuses rounds
+    while no roster is pinned here, ``require_consistency`` rounds in which the members do not compare what they see.
 
     ``allow_sampling`` lets rounds count with a secret coin (``sample_rate`` below 1). The site throws that coin itself,
     from its own operating system, so no other party has to be believed. It is off unless the operator turns it on all
@@ -54,6 +56,8 @@ class Policy:
     max_inner_steps: int | None = None
     min_roster: int = 3
     log_releases: bool = False
+    require_roster: bool = False
+    require_consistency: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -84,8 +88,12 @@ class Policy:
         pairs = (("local", self.max_epsilon_local), ("central", self.max_epsilon_central))
         return tuple(Budget(view, epsilon, self.delta, "lifetime") for view, epsilon in pairs if epsilon is not None)
 
-    def check(self, opened: RoundOpen) -> None:
+    def check(self, opened: RoundOpen, roster: Roster | None = None) -> None:
         """Judge the public values of a round.
+
+        Args:
+            opened: the round.
+            roster: whom the site pinned; None if nobody.
 
         Raises:
             PolicyViolation: names the rule; leaves the site only as the code POLICY.
@@ -107,6 +115,14 @@ class Policy:
             "min_survivors",
             f"it may be summed over {opened.min_survivors}",
         )
+        if roster is None:
+            rule(not self.require_roster, "require_roster", "no roster is pinned here")
+            rule(not opened.pinned, "roster", "it needs a pinned roster and there is none (lensemble site roster)")
+        else:
+            strangers = roster.strangers(opened.roster)
+            names = ", ".join(identity.hex()[:16] for identity in strangers[:3])
+            rule(not strangers, "roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
+        rule(opened.consistency or not self.require_consistency, "require_consistency", "views are not compared")
         rule(opened.colluders >= self.min_colluders, "min_colluders", f"it assumes {opened.colluders}")
         if opened.private:
             own = opened.noise_std / opened.clip_norm

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from lensemble_flwr.errors import ContractViolation
-from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, U8, U16, U32, U64, Record, wire
+from lensemble_flwr.federation.codec import F64, HASH, HASHES, I32, SIGNATURE, U8, U16, U32, U64, Record, wire
 from lensemble_flwr.privacy.participation import SecretParticipation
 
 PROTOCOL_VERSION = 2
@@ -45,6 +45,7 @@ class RoundOpen(Record):
     ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
     ``sample_rate`` (q) is the rate of each participant's secret coin; 1: no coin.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
+    ``pinned``: a participant without a pinned roster refuses; ``consistency``: views are compared before unmasking.
     """
 
     MAGIC: ClassVar[bytes] = b"LRO1"
@@ -76,6 +77,8 @@ class RoundOpen(Record):
     colluders: int = wire(U32)
     two_party: bool = wire(U8)
     sample_rate: float = wire(F64)
+    pinned: bool = wire(U8)
+    consistency: bool = wire(U8)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
@@ -137,10 +140,18 @@ class JoinRequest(Record):
 
 @dataclass(frozen=True)
 class JoinReply(Record):
-    """A participant's identity, protocol version and salted dataset root."""
+    """A participant's identity, protocol version and salted dataset root, signed for this federation."""
 
     MAGIC: ClassVar[bytes] = b"LJR1"
+    VERSION: ClassVar[int] = 2
 
     protocol: int = wire(U16)
     identity: bytes = wire(HASH)
     dataset_root: bytes = wire(HASH)
+    signature: bytes = wire(SIGNATURE)
+
+    @staticmethod
+    def statement(federation_id: bytes, identity: bytes, dataset_root: bytes) -> bytes:
+        """What the signature is over: nobody joins in another's name, or binds it to another dataset root."""
+        head = b"lensemble join" + PROTOCOL_VERSION.to_bytes(2, "big")
+        return head + federation_id + identity + dataset_root

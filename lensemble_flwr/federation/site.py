@@ -1,6 +1,8 @@
 """A participant's own folder: everything that must outlive a process, a run and Flower itself.
 
 identity.key     Ed25519 private key, 32 bytes: who this participant is, for ever
+identity.pub     its public key in hex: what the other participants pin
+roster.json      whom this site is willing to sum with, if its operator pinned that
 site.secret      32 bytes: salts of dataset roots
 policy.json      what the operator allows
 ledger.jsonl, ledger.head   the privacy ledger
@@ -28,6 +30,7 @@ from lensemble_flwr.data.commitment import derive_salt
 from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
+from lensemble_flwr.federation.roster import PUBLIC_KEY_FILE, ROSTER_FILE, Roster, load_roster
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
@@ -49,8 +52,8 @@ class Site:
             ConfigError: the folder is no site or is damaged.
         """
         self.folder = folder
-        key = self._read("identity.key", 32)
-        self.identity = Ed25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()
+        self._key = Ed25519PrivateKey.from_private_bytes(self._read("identity.key", 32))
+        self.identity = self._key.public_key().public_bytes_raw()
         self._secret = self._read("site.secret", 32)
 
     @classmethod
@@ -73,7 +76,9 @@ class Site:
         private = Ed25519PrivateKey.generate()
         atomic_write(folder / "site.secret", secrets.token_bytes(32))
         save_policy(folder / "policy.json", policy)
-        PrivacyLedger.init(folder / "ledger.jsonl", private.public_key().public_bytes_raw())
+        public = private.public_key().public_bytes_raw()
+        atomic_write(folder / PUBLIC_KEY_FILE, public.hex().encode() + b"\n", mode=0o644)
+        PrivacyLedger.init(folder / "ledger.jsonl", public)
         # The key comes last: a folder with a key is a whole site.
         atomic_write(folder / "identity.key", private.private_bytes_raw())
         return cls(folder)
@@ -97,6 +102,15 @@ class Site:
         """The policy as it is on disk now; rules are read again each round."""
         return load_policy(self.folder / "policy.json")
 
+    @property
+    def roster(self) -> Roster | None:
+        """The pinned roster as it is on disk now, or None."""
+        return load_roster(self.folder / ROSTER_FILE)
+
+    def sign(self, statement: bytes) -> bytes:
+        """An Ed25519 signature as this participant; only the protocol's statements are ever signed."""
+        return self._key.sign(statement)
+
     def ledger(self) -> PrivacyLedger:
         """Open and lock this site's ledger (a context manager)."""
         return PrivacyLedger.open(self.folder / "ledger.jsonl", identity=self.identity)
@@ -118,7 +132,8 @@ class Site:
             raise SecureAggregationError(f"Round {round_index} was already answered.", cause="already_revealed")
 
     def session_once(self, federation_id: bytes, round_index: int, session: bytes) -> None:
-        """Persist that a protocol session is about to leave this state (by dealing shares, or by masking).
+        """Persist that a protocol session is about to leave this state (by dealing shares, masking, or signing
+        the survivors).
 
         Args:
             federation_id, round_index: the round, so that :meth:`delete_release` can tidy up.

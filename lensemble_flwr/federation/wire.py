@@ -31,7 +31,7 @@ from lensemble_flwr.secagg import RingParams
 from lensemble_flwr.secagg import wire as secagg_wire
 
 MAX_REQUEST_BYTES = 4096 + 256 * MAX_ROSTER
-"""No body that a participant is sent is longer: envelopes are under 128 bytes a member, keys 64."""
+"""No body that a participant is sent is longer: envelopes, signed keys, signatures are at most 128 bytes a member."""
 
 
 class Refusal(IntEnum):
@@ -58,10 +58,11 @@ class Stage:
     OPEN = "query.open_round"
     SHARE = "query.share_keys"
     TRAIN = "train.masked_update"
+    AGREE = "query.agree"
     UNMASK = "query.unmask"
     CLOSE = "query.close_round"
 
-    ALL = (JOIN, OPEN, SHARE, TRAIN, UNMASK, CLOSE)
+    ALL = (JOIN, OPEN, SHARE, TRAIN, AGREE, UNMASK, CLOSE)
 
 
 BODY = "body"
@@ -116,6 +117,11 @@ def set_header_bytes(roster: int) -> int:
     return secagg_wire.HEADER_BYTES + -(-roster // 8)
 
 
+def masked_body_bytes(roster: int) -> int:
+    """Bytes beside a masked vector: the dataset root, and the message that signs both."""
+    return HASH_BYTES + secagg_wire.message_size(secagg_wire.Stage.MASKED, roster, roster)
+
+
 def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expected:
     """What a reply must look like, from the request, the RoundOpen and nothing else.
 
@@ -126,7 +132,7 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         opened: the round that is open here; None before the first.
     """
     if stage == Stage.JOIN:
-        return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32)).encode()))
+        return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32), bytes(64)).encode()))
     if stage == Stage.CLOSE:
         return Expected(1)
     if opened is None:
@@ -136,7 +142,9 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n))
     if stage == Stage.TRAIN:
         ring = RingParams(opened.ring_bits, n, opened.scale_log2, opened.dimension)
-        return Expected(HASH_BYTES, ring.wire_bytes, "|u1")
+        return Expected(masked_body_bytes(n), ring.wire_bytes, "|u1")
+    if stage == Stage.AGREE:
+        return Expected(secagg_wire.message_size(secagg_wire.Stage.CONSISTENCY, n, n))
     bitmap = request[secagg_wire.HEADER_BYTES : set_header_bytes(n)]
     members = len(secagg_wire.parse_members(bitmap, n))
     kind = secagg_wire.Stage.SHARES if stage == Stage.SHARE else secagg_wire.Stage.REVEAL

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from lensemble_flwr.secagg.ring import RingParams, center, decode, encode, from_wire, quantize, to_wire
+from lensemble_flwr.secagg.ring import MAX_ROSTER, RingParams, center, decode, encode, from_wire, quantize, to_wire
 from lensemble_flwr.secagg.session import ClientSession, ServerSession, SessionParams, default_threshold
+from lensemble_flwr.secagg.signing import signature_holds
+from lensemble_flwr.secagg.signing import weak as weak_identity
 from lensemble_flwr.secagg.wire import Stage, message_size
 
 __all__ = [
+    "MAX_ROSTER",
     "ClientSession",
     "RingParams",
     "ServerSession",
@@ -19,5 +22,7 @@ __all__ = [
     "from_wire",
     "message_size",
     "quantize",
+    "signature_holds",
     "to_wire",
+    "weak_identity",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any, TypeVar
 
@@ -9,69 +10,77 @@ import numpy as np
 import numpy.typing as npt
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import agreement, envelope, masking, shamir, state, transcript, wire
+from lensemble_flwr.secagg import agreement, envelope, masking, shamir, signing, state, transcript, wire
 from lensemble_flwr.secagg.entropy import Entropy, draw
 from lensemble_flwr.secagg.params import SessionParams
 from lensemble_flwr.secagg.ring import Lanes
+from lensemble_flwr.secagg.roots import vector_root
+from lensemble_flwr.secagg.signing import Sign
 from lensemble_flwr.secagg.wire import Stage
 
 _SHARE = shamir.SHARE_BYTES
 
-S = TypeVar("S", state.Fresh, state.Shared, state.Masked)
+S = TypeVar("S", state.Fresh, state.Shared, state.Masked, state.Agreed)
 
 
 class ClientSession:
-    """One member in one attempt at one round: keys() -> shares() -> masked() -> reveal(), each once, in this order.
+    """One member in one attempt at one round: keys() -> shares() -> masked() and masked_message() -> [agree()] ->
+    reveal(), each once, in this order; agree() in rounds with the consistency stage only.
 
     A message that is refused changes nothing and sends nothing. Between two stages the session can move to another
     process through :meth:`to_bytes` and :meth:`from_bytes`.
 
     Args:
         params: the round's public parameters, already judged by the site's own policy.
-        identity: this member's 32 bytes.
+        identity: this member's 32 bytes, an Ed25519 public key.
+        sign: makes its signatures; the private key stays with the caller.
         entropy: source of keys, seeds, coefficients and nonces. Anything but the default is for tests.
 
     Raises:
         SecureAggregationError: inconsistent_roster if the identity is not in the roster.
     """
 
-    def __init__(self, params: SessionParams, identity: bytes, *, entropy: Entropy = os.urandom) -> None:
-        self._bind(params, identity, entropy)
+    def __init__(self, params: SessionParams, identity: bytes, sign: Sign, *, entropy: Entropy = os.urandom) -> None:
+        self._bind(params, identity, sign, entropy)
         self._state: state.State = state.Fresh(bytearray(draw(entropy, 32)), bytearray(draw(entropy, 32)))
 
-    def _bind(self, params: SessionParams, identity: bytes, entropy: Entropy) -> None:
-        self._params, self._identity, self._entropy = params, identity, entropy
+    def _bind(self, params: SessionParams, identity: bytes, sign: Sign, entropy: Entropy) -> None:
+        self._params, self._identity, self._sign, self._entropy = params, identity, sign, entropy
         self._position = params.position(identity)
 
     def keys(self) -> bytes:
-        """Stage 1: the fresh public keys. Says nothing about the member.
+        """Stage 1: the fresh public keys, signed. Says nothing about the member.
 
         Raises:
             SecureAggregationError: wrong_state.
         """
-        fresh = self._expect(state.Fresh)
-        return wire.pack(Stage.KEYS, self._params.hash, *_public(fresh))
+        pair = _public(self._expect(state.Fresh))
+        return self._signed(Stage.KEYS, self._params.hash, b"".join(pair))
 
     def shares(self, roster_keys: bytes) -> bytes:
         """Stage 2: share the self-mask seed and the mask key among U1; the coordinator carries sealed envelopes.
 
         Args:
-            roster_keys: the coordinator's ROSTER message: U1 and its public keys.
+            roster_keys: the coordinator's ROSTER message: U1 and its public keys, with the signatures.
 
         Raises:
             SecureAggregationError: inconsistent_roster (another round, or self not in it), key_agreement_failed (own
-                keys altered, a key used twice, not canonical or of small order), below_threshold,
-                below_min_survivors, malformed_message, wrong_state.
+                keys altered, a key used twice, not canonical or of small order), bad_signature (keys that are not the
+                member's own), below_threshold, below_min_survivors, malformed_message, wrong_state.
         """
         fresh, params = self._expect(state.Fresh), self._params
         u1, body = wire.unpack_with_members(roster_keys, Stage.ROSTER, params.hash, params.n)
-        keys = {j: (pair[:32], pair[32:]) for j, pair in wire.split_evenly(body, u1, wire.KEY_PAIR_BYTES).items()}
+        entries = wire.split_evenly(body, u1, wire.KEY_ENTRY_BYTES)
+        keys = {j: (entry[:32], entry[32:64]) for j, entry in entries.items()}
         self._require_self(u1)
         if keys[self._position] != _public(fresh):
             raise SecureAggregationError("This member's own keys were altered.", cause="key_agreement_failed")
         agreement.check_public_keys({self._name(j): pair for j, pair in keys.items()})
         params.require_enough(len(u1), "sent keys")
-        t1 = transcript.keyed(params.hash, ((params.identity(j), *keys[j]) for j in u1))
+        for j, entry in entries.items():
+            pair, signature = wire.unsigned(entry)
+            signing.verify(signature, Stage.KEYS, params.hash, params.identity(j), pair)
+        t1 = transcript.keyed(params.hash, ((params.identity(j), entries[j]) for j in u1))
 
         seed = draw(self._entropy, 32)
         seed_shares = shamir.split(seed, params.threshold, u1, self._random)
@@ -99,7 +108,7 @@ class ClientSession:
                 mask_keys=mask_keys,
             )
         )
-        return wire.pack(Stage.SHARES, t1, transcript.commitment(t1, seed), *envelopes)
+        return self._signed(Stage.SHARES, t1, transcript.commitment(t1, seed) + b"".join(envelopes))
 
     def check_envelopes(self, envelopes: bytes) -> None:
         """Everything that :meth:`masked` checks in its message, without masking: before anything costly is done.
@@ -125,7 +134,7 @@ class ClientSession:
         return u2, pairs
 
     def masked(self, envelopes: bytes, q: npt.NDArray[Any], *, out: Lanes | None = None, threads: int = 1) -> Lanes:
-        """Stage 3: the payload under one mask per member of U2 and one of its own.
+        """Stage 3: the payload under one mask per member of U2 and one of its own. :meth:`masked_message` goes with it.
 
         One session masks one payload. The vector must not leave before q is recorded at the site: another q under
         the same masks would give away the difference.
@@ -152,56 +161,140 @@ class ClientSession:
         plus = [shared.self_key, *(shared.mask_keys[j] for j in peers if j > self._position)]
         minus = [shared.mask_keys[j] for j in peers if j < self._position]
         masking.mask(out, q, params.ring, shared.t1, plus, minus, threads)
-        self._advance(state.Masked(shared.t1, {j: bytearray(pairs[j]) for j in u2}))
+        root = vector_root(out, params.ring, threads)
+        self._advance(state.Masked(shared.t1, root, {j: bytearray(pairs[j]) for j in u2}))
         return out
 
+    def masked_message(self, associated: bytes = b"") -> bytes:
+        """Stage 3, beside the vector: its root, signed with U2 and with what the caller binds to it.
+
+        Raises:
+            SecureAggregationError: wrong_state.
+        """
+        held = self._expect(state.Masked)
+        u2 = wire.pack_members(held.shares, self._params.n)
+        parts = (u2, held.root, hashlib.sha256(associated).digest())
+        signature = self._sign(signing.statement(Stage.MASKED, held.t1, self._identity, *parts))
+        return wire.pack(Stage.MASKED, held.t1, held.root, signature)
+
     def check_survivors(self, survivors: bytes) -> tuple[int, ...]:
-        """Everything that :meth:`reveal` checks, without revealing: before the caller records that it answers.
+        """Everything that the stage after masking checks, without answering: before the caller records that it does.
 
         Returns:
             U3, roster positions.
 
         Raises:
-            SecureAggregationError: as :meth:`reveal`. Nothing changes either way.
+            SecureAggregationError: as :meth:`agree` or :meth:`reveal`. Nothing changes either way.
         """
-        if self._state.phase is state.Phase.REVEALED:
-            raise SecureAggregationError("This member has answered for this round.", cause="already_revealed")
-        held, params = self._expect(state.Masked), self._params
-        u3, _ = wire.unpack_with_members(survivors, Stage.SURVIVORS, held.t1, params.n)
+        return self._survivors(self._masked_once(), survivors)[0]
+
+    def _survivors(self, held: state.Masked, survivors: bytes) -> tuple[tuple[int, ...], bytes]:
+        """(U3, the view)."""
+        params = self._params
+        u3, body = wire.unpack_with_members(survivors, Stage.SURVIVORS, held.t1, params.n)
         self._require_self(u3)
         if not set(u3) <= set(held.shares):
             raise _inconsistent("The coordinator names a survivor that never sent shares.")
         params.require_enough(len(u3), "survived")
-        return u3
+        roots = wire.split_evenly(body, u3, wire.HASH_BYTES)
+        if roots[self._position] != held.root:
+            raise _inconsistent("The coordinator names another vector than this member sent.")
+        u2_set, u3_set = wire.pack_members(held.shares, params.n), wire.pack_members(u3, params.n)
+        return u3, transcript.view(held.t1, u2_set, u3_set, roots.values())
 
-    def reveal(self, survivors: bytes) -> bytes:
-        """Stage 4, once: for each member of U2 one share, of its seed if it survived, of its mask key if not.
+    def agree(self, survivors: bytes) -> bytes:
+        """Stage 4, once, in rounds with the consistency stage: sign the one view that this member was shown.
+
+        The signature reveals nothing. The caller makes sure that an older state of the session never signs again: of
+        two views at most one can then find `threshold` signers.
+
+        Args:
+            survivors: the coordinator's SURVIVORS message: U3 and the roots of its vectors.
+
+        Raises:
+            SecureAggregationError: inconsistent_roster (self not in U3, U3 not in U2, or own vector altered),
+                below_threshold, below_min_survivors, malformed_message, already_revealed, wrong_state (also in a
+                round without this stage).
+        """
+        held = self._masked_once()
+        if not self._params.consistency:
+            raise SecureAggregationError("This round has no consistency stage.", cause="wrong_state")
+        u3, view = self._survivors(held, survivors)
+        signature = self._sign(signing.statement(Stage.CONSISTENCY, held.t1, self._identity, view))
+        self._advance(state.Agreed(held.t1, view, u3, {j: bytearray(pair) for j, pair in held.shares.items()}))
+        return wire.pack(Stage.CONSISTENCY, held.t1, signature)
+
+    def check_question(self, question: bytes) -> None:
+        """Everything that :meth:`reveal` checks, without revealing: before the caller records that it answers.
+
+        Raises:
+            SecureAggregationError: as :meth:`reveal`. Nothing changes either way.
+        """
+        self._answerable(question)
+
+    def _answerable(self, question: bytes) -> tuple[bytes, dict[int, bytearray], tuple[int, ...]]:
+        """(T1, shares held, U3) if the question may be answered."""
+        if not self._params.consistency:
+            held = self._masked_once()
+            return held.t1, held.shares, self._survivors(held, question)[0]
+        self._refuse_if_revealed()
+        agreed, params = self._expect(state.Agreed), self._params
+        signers, body = wire.unpack_with_members(question, Stage.CONFIRMED, agreed.t1, params.n)
+        if not set(signers) <= set(agreed.u3):
+            raise _inconsistent("Somebody signs the survivors who is none.")
+        signatures = wire.split_evenly(body, signers, wire.SIGNATURE_BYTES)
+        valid = sum(
+            signing.holds(signature, Stage.CONSISTENCY, agreed.t1, params.identity(j), agreed.view)
+            for j, signature in signatures.items()
+        )
+        if valid < params.threshold:
+            raise SecureAggregationError(
+                f"{valid} members signed the survivors that this member was shown; {params.threshold} are needed.",
+                "Nothing was revealed. The coordinator shows members different survivors, or signatures were altered.",
+                cause="bad_signature",
+            )
+        return agreed.t1, agreed.shares, agreed.u3
+
+    def reveal(self, question: bytes) -> bytes:
+        """The last stage, once: for each member of U2 one share, of its seed if it survived, of its mask key if not.
 
         Who dropped out is computed here, as U2 without U3: the coordinator never names it, so it cannot ask for both
         secrets of anybody. The caller persists "answered (federation, round)" before it calls, and never calls again
         for this round, whatever the attempt.
 
         Args:
-            survivors: the coordinator's SURVIVORS message: U3.
+            question: the coordinator's SURVIVORS message or, in rounds with the consistency stage, its CONFIRMED
+                message: the signatures of at least `threshold` survivors over the view that this member signed.
 
         Raises:
-            SecureAggregationError: already_revealed on any call after a successful one; inconsistent_roster (self not
-                in U3, or U3 not in U2), below_threshold, below_min_survivors, malformed_message, wrong_state.
+            SecureAggregationError: already_revealed on any call after a successful one; bad_signature (too few fit),
+                or what :meth:`agree` raises; wrong_state.
         """
+        t1, shares, u3 = self._answerable(question)
+        revealed = b"".join(bytes(pair[:_SHARE] if j in u3 else pair[_SHARE:]) for j, pair in shares.items())
+        message = self._signed(Stage.REVEAL, t1, revealed)
+        self._advance(state.Closed(state.Phase.REVEALED))
+        return message
+
+    def _masked_once(self) -> state.Masked:
+        self._refuse_if_revealed()
+        return self._expect(state.Masked)
+
+    def _refuse_if_revealed(self) -> None:
         if self._state.phase is state.Phase.REVEALED:
             raise SecureAggregationError("This member has answered for this round.", cause="already_revealed")
-        held, u3 = self._expect(state.Masked), self.check_survivors(survivors)
-        revealed = [bytes(pair[:_SHARE] if j in u3 else pair[_SHARE:]) for j, pair in held.shares.items()]
-        t1 = held.t1
-        self._advance(state.Closed(state.Phase.REVEALED))
-        return wire.pack(Stage.REVEAL, t1, *revealed)
+
+    def _signed(self, stage: Stage, binding: bytes, body: bytes) -> bytes:
+        return wire.pack(stage, binding, body, self._sign(signing.statement(stage, binding, self._identity, body)))
 
     def to_bytes(self) -> bytes:
         """The session as bytes, **secret**: 66 bytes a member (7 KB at n = 100). Says which stages are done."""
         return state.pack(self._state, self._params, self._identity)
 
     @classmethod
-    def from_bytes(cls, data: bytes, params: SessionParams, *, entropy: Entropy = os.urandom) -> ClientSession:
+    def from_bytes(
+        cls, data: bytes, params: SessionParams, sign: Sign, *, entropy: Entropy = os.urandom
+    ) -> ClientSession:
         """Continue a session. `params` are the caller's own and must be those it began with.
 
         Raises:
@@ -209,7 +302,7 @@ class ClientSession:
         """
         session = cls.__new__(cls)
         session._state, identity = state.parse(data, params)
-        session._bind(params, identity, entropy)
+        session._bind(params, identity, sign, entropy)
         return session
 
     def wipe(self) -> None:

@@ -28,7 +28,8 @@ class SessionParams:
     Args:
         open_hash: SHA-256 of the canonical RoundOpen, 32 bytes: model, federation, round, policy.
         attempt: 0 for the first attempt at this round; keys and masks are fresh in each.
-        roster: 32-byte identities, sorted, fixed for the round. A position counts from 1 and is a member's share point.
+        roster: 32-byte identities (Ed25519 public keys), sorted, fixed for the round. A position counts from 1 and is a
+            member's share point.
         threshold: t, the shares that reconstruct a secret. t > (n + k)/2, so that a lying coordinator and k colluders
             cannot collect t shares of both secrets of one member from disjoint sets of honest members.
         min_survivors: m, the fewest vectors a revealed sum may have. At least 3 and at least k + 2, since k colluders
@@ -36,6 +37,7 @@ class SessionParams:
         ring: the arithmetic, of the same roster size.
         colluders: k >= 1, members that may pool their views with the coordinator.
         allow_two_party: explicit consent to a roster of two.
+        consistency: whether members compare their views, by signatures of at least t of them, before they reveal.
 
     Raises:
         SecureAggregationError: policy_violation, naming the rule.
@@ -49,6 +51,7 @@ class SessionParams:
     ring: RingParams
     colluders: int = 1
     allow_two_party: bool = False
+    consistency: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -88,8 +91,9 @@ class SessionParams:
             raise _refuse("open_hash must be 32 bytes.")
         if type(self.roster) is not tuple or not all(map(is_bytes32, self.roster)):
             raise _refuse("The roster must be a tuple of identities of 32 bytes.")
-        if type(self.ring) is not RingParams or type(self.allow_two_party) is not bool:
-            raise _refuse("ring must be RingParams and allow_two_party a bool.")
+        flags = (self.allow_two_party, self.consistency)
+        if type(self.ring) is not RingParams or any(type(flag) is not bool for flag in flags):
+            raise _refuse("ring must be RingParams, allow_two_party and consistency a bool.")
         for name in ("attempt", "threshold", "min_survivors", "colluders"):
             if type(getattr(self, name)) is not int:
                 raise _refuse(f"{name} must be an integer.")
@@ -114,6 +118,7 @@ class SessionParams:
                 self.min_survivors,
                 self.colluders,
                 int(self.allow_two_party),
+                int(self.consistency),
             ),
         )
 

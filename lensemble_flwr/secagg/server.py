@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import agreement, masking, shamir, transcript, wire
+from lensemble_flwr.secagg import agreement, masking, shamir, signing, transcript, wire
 from lensemble_flwr.secagg.keystream import Key
 from lensemble_flwr.secagg.params import SessionParams
 from lensemble_flwr.secagg.recovery import recover
-from lensemble_flwr.secagg.ring import Lanes
+from lensemble_flwr.secagg.ring import Lanes, check_array, check_lanes
+from lensemble_flwr.secagg.roots import vector_root
 from lensemble_flwr.secagg.wire import Stage
 
 
@@ -22,27 +24,32 @@ class ServerSession:
     """One attempt at one round: adds members' messages as they come and closes each stage by asking for the next.
 
     ``add_keys* -> roster_keys`` fixes U1, ``add_shares* -> envelopes_for*`` fixes U2, ``add_masked* -> survivors``
-    fixes U3, ``add_reveal* -> unmask`` gives the sum over U3. A member whose message is refused is as if it had not
-    sent one: the session goes on without it, and the error names it in `member`. No masked vector is kept.
+    fixes U3, in rounds with the consistency stage ``add_consistency* -> confirmed`` collects who signed it, and
+    ``add_reveal* -> unmask`` gives the sum over U3. Every message is signed by its member. A member whose message is
+    refused is as if it had not sent one: the session goes on without it, and the error names it in `member`. No masked
+    vector is kept.
 
     Raises (all methods): SecureAggregationError with `cause` wrong_state for a stage out of order, a second message
         of one member, or one that is not in the set of the stage before; inconsistent_roster for a stranger;
-        malformed_message for bytes that are not what the stage expects.
+        malformed_message for bytes that are not what the stage expects; bad_signature.
     """
 
     def __init__(self, params: SessionParams) -> None:
         self._params = params
         self._keys: dict[int, tuple[bytes, bytes]] = {}
+        self._entries: dict[int, bytes] = {}  # the same keys as they were signed: cpk || spk || signature
         self._commitments: dict[int, bytes] = {}
         self._envelopes: dict[int, dict[int, bytes]] = {}  # sender -> reader -> envelope
         self._total: Lanes | None = None
-        self._arrived: set[int] = set()
+        self._roots: dict[int, bytes] = {}  # of the vectors that are in the sum
+        self._confirmations: dict[int, bytes] = {}
         self._reveals: dict[int, dict[int, bytes]] = {}  # revealer -> owner -> share
         self._culprits: set[int] = set()
         self._t1 = b""
         self._u1: tuple[int, ...] | None = None
         self._u2: tuple[int, ...] | None = None
         self._u3: tuple[int, ...] | None = None
+        self._signers: tuple[int, ...] | None = None
         self._opened = False
 
     @property
@@ -58,7 +65,17 @@ class ServerSession:
     @property
     def u3(self) -> tuple[bytes, ...]:
         """Members whose vectors are in the sum, or so far came."""
-        return self._identities(self._arrived if self._u3 is None else self._u3)
+        return self._identities(self._roots if self._u3 is None else self._u3)
+
+    @property
+    def signers(self) -> tuple[bytes, ...]:
+        """Members that may be asked to reveal: those whose signatures of the survivors were, or so far are, collected.
+
+        In a round without the consistency stage: U3.
+        """
+        if not self._params.consistency:
+            return self.u3
+        return self._identities(self._confirmations if self._signers is None else self._signers)
 
     @property
     def culprits(self) -> tuple[bytes, ...]:
@@ -72,7 +89,8 @@ class ServerSession:
     def add_keys(self, identity: bytes, message: bytes) -> None:
         """Stage 1. Raises key_agreement_failed for keys that every member would refuse, so that one cannot stop all."""
         position = self._sender(identity, self._u1 is None, range(1, self._params.n + 1), self._keys)
-        body = self._unpack(message, Stage.KEYS, self._params.hash, 0, identity)
+        entry = self._unpack(message, Stage.KEYS, self._params.hash, 0, identity)
+        body, signature = wire.unsigned(entry)
         pair = (body[:32], body[32:])
         agreement.check_public_keys({identity.hex(): pair})
         for key in pair:
@@ -81,23 +99,24 @@ class ServerSession:
             raise SecureAggregationError(
                 "A public key is already another member's.", cause="key_agreement_failed", member=identity.hex()
             )
-        self._keys[position] = pair
+        signing.verify(signature, Stage.KEYS, self._params.hash, identity, body)
+        self._keys[position], self._entries[position] = pair, entry
 
     def roster_keys(self) -> bytes:
         """Fix U1; the message is the same for each of its members. Raises below_threshold, below_min_survivors."""
         if self._u1 is None:
             self._params.require_enough(len(self._keys), "sent keys")
             self._u1 = tuple(sorted(self._keys))
-            entries = ((self._params.identity(j), *self._keys[j]) for j in self._u1)
+            entries = ((self._params.identity(j), self._entries[j]) for j in self._u1)
             self._t1 = transcript.keyed(self._params.hash, entries)
         members = wire.pack_members(self._u1, self._params.n)
-        return wire.pack(Stage.ROSTER, self._params.hash, members, *(b"".join(self._keys[j]) for j in self._u1))
+        return wire.pack(Stage.ROSTER, self._params.hash, members, *(self._entries[j] for j in self._u1))
 
     def add_shares(self, identity: bytes, message: bytes) -> None:
         """Stage 2: a commitment and sealed envelopes, which the coordinator cannot read. Raises inconsistent_roster."""
         u1 = _fixed(self._u1, "roster_keys")
         position = self._sender(identity, self._u2 is None, u1, self._commitments)
-        body = self._unpack(message, Stage.SHARES, self._t1, len(u1), identity)
+        body = self._unpack_signed(message, Stage.SHARES, len(u1), identity)
         readers = [j for j in u1 if j != position]
         self._commitments[position] = body[: wire.HASH_BYTES]
         self._envelopes[position] = wire.split_evenly(body[wire.HASH_BYTES :], readers, wire.ENVELOPE_BYTES)
@@ -116,22 +135,39 @@ class ServerSession:
             Stage.ENVELOPES, self._t1, members, *(self._envelopes[j][reader] for j in self._u2 if j != reader)
         )
 
-    def add_masked(self, identity: bytes, vector: Lanes) -> None:
+    def add_masked(
+        self, identity: bytes, message: bytes, vector: Lanes, associated: bytes = b"", *, threads: int = 1
+    ) -> None:
         """Stage 3: add a masked vector to the sum and forget it. A refused one leaves the sum as it was.
 
         Args:
             identity: a member of U2.
+            message: its MASKED message.
             vector: lanes, shape (padded,), as :func:`.ring.from_wire` gives them. Not altered, not kept.
+            associated: what the member must have bound to its vector.
+            threads: the result does not depend on it.
 
         Raises:
-            SecureAggregationError: malformed_update for a wrong length, dtype, byte order or ring.
+            SecureAggregationError: malformed_update for a wrong length, dtype, byte order or ring, or another vector
+                than was signed; bad_signature also for another U2 or `associated`.
         """
-        position = self._sender(identity, self._u3 is None, _fixed(self._u2, "envelopes_for"), self._arrived)
-        if self._total is None:
-            self._total = np.zeros(self._params.ring.padded, self._params.ring.lane)
+        u2, ring = _fixed(self._u2, "envelopes_for"), self._params.ring
+        position = self._sender(identity, self._u3 is None, u2, self._roots)
         with _naming(identity):
-            masking.accumulate(self._total, vector, self._params.ring)
-        self._arrived.add(position)
+            check_array(vector, ring.padded, (ring.lane,), "The masked vector")
+            check_lanes(vector, ring)
+        body = self._unpack(message, Stage.MASKED, self._t1, 0, identity)
+        root, signature = wire.unsigned(body)
+        parts = (wire.pack_members(u2, self._params.n), root, hashlib.sha256(associated).digest())
+        signing.verify(signature, Stage.MASKED, self._t1, identity, *parts)
+        if vector_root(vector, ring, threads) != root:
+            raise SecureAggregationError(
+                "The masked vector is not the one that was signed.", cause="malformed_update", member=identity.hex()
+            )
+        if self._total is None:
+            self._total = np.zeros(ring.padded, ring.lane)
+        masking.accumulate(self._total, vector, ring)
+        self._roots[position] = root
 
     def survivors(self) -> bytes:
         """Fix U3, once: no vector is added after. The same message for each of its members.
@@ -143,17 +179,44 @@ class ServerSession:
             self._params.require_enough(len(self._commitments), "sent shares")
         u2 = _fixed(self._u2, "envelopes_for")
         if self._u3 is None:
-            self._params.require_enough(len(self._arrived), "sent masked vectors")
-            self._u3 = tuple(j for j in u2 if j in self._arrived)
+            self._params.require_enough(len(self._roots), "sent masked vectors")
+            self._u3 = tuple(j for j in u2 if j in self._roots)
             self._envelopes.clear()
-        return wire.pack(Stage.SURVIVORS, self._t1, wire.pack_members(self._u3, self._params.n))
+        members = wire.pack_members(self._u3, self._params.n)
+        return wire.pack(Stage.SURVIVORS, self._t1, members, *(self._roots[j] for j in self._u3))
+
+    def add_consistency(self, identity: bytes, message: bytes) -> None:
+        """Stage 4, in rounds with the consistency stage: a signature over U2, U3 and the roots as they are here."""
+        u2, u3 = _fixed(self._u2, "envelopes_for"), _fixed(self._u3, "survivors")
+        is_open = self._params.consistency and self._signers is None
+        position = self._sender(identity, is_open, u3, self._confirmations)
+        signature = self._unpack(message, Stage.CONSISTENCY, self._t1, 0, identity)
+        u2_set, u3_set = wire.pack_members(u2, self._params.n), wire.pack_members(u3, self._params.n)
+        view = transcript.view(self._t1, u2_set, u3_set, (self._roots[j] for j in u3))
+        signing.verify(signature, Stage.CONSISTENCY, self._t1, identity, view)
+        self._confirmations[position] = signature
+
+    def confirmed(self) -> bytes:
+        """Fix who signed; the same message for each of them. Raises below_threshold; nothing is fixed then."""
+        if not self._params.consistency:
+            raise _out_of_order("This round has no consistency stage.")
+        if self._signers is None:
+            if len(self._confirmations) < self._params.threshold:
+                raise SecureAggregationError(
+                    f"{len(self._confirmations)} members signed the survivors; {self._params.threshold} are needed.",
+                    cause="below_threshold",
+                )
+            self._signers = tuple(sorted(self._confirmations))
+        members = wire.pack_members(self._signers, self._params.n)
+        return wire.pack(Stage.CONFIRMED, self._t1, members, *(self._confirmations[j] for j in self._signers))
 
     def add_reveal(self, identity: bytes, message: bytes) -> None:
-        """Stage 4: one share per member of U2, of the seed of a survivor or of the mask key of a dropout."""
+        """Last stage: one share per member of U2, of the seed of a survivor or of the mask key of a dropout."""
         u3 = _fixed(self._u3, "survivors")
-        position = self._sender(identity, not self._opened, u3, self._reveals)
+        asked = _fixed(self._signers, "confirmed") if self._params.consistency else u3
+        position = self._sender(identity, not self._opened, asked, self._reveals)
         u2 = _fixed(self._u2, "envelopes_for")
-        body = self._unpack(message, Stage.REVEAL, self._t1, len(u2), identity)
+        body = self._unpack_signed(message, Stage.REVEAL, len(u2), identity)
         shares = wire.split_evenly(body, u2, shamir.SHARE_BYTES)
         with _naming(identity):
             for share in shares.values():
@@ -238,6 +301,12 @@ class ServerSession:
     def _unpack(self, message: bytes, stage: Stage, binding: bytes, members: int, identity: bytes) -> bytes:
         with _naming(identity):
             return wire.unpack(message, stage, binding, self._params.n, members)
+
+    def _unpack_signed(self, message: bytes, stage: Stage, members: int, identity: bytes) -> bytes:
+        """What was signed, of a message that ends in a signature over all of its body."""
+        body, signature = wire.unsigned(self._unpack(message, stage, self._t1, members, identity))
+        signing.verify(signature, stage, self._t1, identity, body)
+        return body
 
     def _identities(self, positions: Iterable[int]) -> tuple[bytes, ...]:
         return tuple(self._params.identity(j) for j in sorted(positions))

@@ -6,6 +6,7 @@ Every stage keeps only what later stages need, so that a stolen state opens as l
     Shared    the self-mask key, the key of each pair's mask and incoming envelope, its own two shares;
               the private keys and the seed are gone
     Masked    a pair of shares for every member of U2; no key that opens a mask is left
+    Agreed    the same shares, and the one view of the survivors that was signed
     Closed    nothing: revealed, or wiped
 
 The bytes are: "LSAS" || version || phase || T0 || identity || body || SHA-256 of all this. The hash finds damage, not
@@ -40,6 +41,7 @@ class Phase(IntEnum):
     MASKED = 2
     REVEALED = 3
     WIPED = 4
+    AGREED = 5
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Masked:
-    """For every member of U2, its seed share and its key share. At most one of the two ever leaves."""
+    """For every member of U2, its seed share and its key share, of which at most one ever leaves; own vector's root."""
 
     t1: bytes
+    root: bytes
     shares: dict[int, bytearray]
     phase = Phase.MASKED
 
@@ -110,13 +113,42 @@ class Masked:
         yield from self.shares.values()
 
     def body(self, params: SessionParams) -> bytes:
-        return self.t1 + wire.pack_members(self.shares, params.n) + b"".join(map(bytes, self.shares.values()))
+        pairs = b"".join(map(bytes, self.shares.values()))
+        return self.t1 + wire.pack_members(self.shares, params.n) + self.root + pairs
 
     @classmethod
     def parse(cls, body: bytes, params: SessionParams, position: int) -> Masked:
         t1, u2, rest = _parse_members(body, params, position)
-        _expect(rest, _PAIR * len(u2))
-        return cls(t1, {j: bytearray(pair) for j, pair in wire.split_evenly(rest, u2, _PAIR).items()})
+        _expect(rest, _HASH + _PAIR * len(u2))
+        return cls(t1, rest[:_HASH], _parse_pairs(rest[_HASH:], u2))
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """As Masked, after the consistency stage: the survivors and the view that this member signed, for ever one."""
+
+    t1: bytes
+    view: bytes
+    u3: tuple[int, ...]
+    shares: dict[int, bytearray]
+    phase = Phase.AGREED
+
+    def secrets(self) -> Iterator[bytearray]:
+        yield from self.shares.values()
+
+    def body(self, params: SessionParams) -> bytes:
+        sets = wire.pack_members(self.shares, params.n) + wire.pack_members(self.u3, params.n)
+        return self.t1 + sets + self.view + b"".join(map(bytes, self.shares.values()))
+
+    @classmethod
+    def parse(cls, body: bytes, params: SessionParams, position: int) -> Agreed:
+        t1, u2, rest = _parse_members(body, params, position)
+        bitmap = -(-params.n // 8)
+        _expect(rest, bitmap + _HASH + _PAIR * len(u2))
+        u3 = wire.parse_members(rest[:bitmap], params.n)
+        if not {position} <= set(u3) <= set(u2):
+            raise wire.malformed("The saved session holds survivors that it cannot have.")
+        return cls(t1, rest[bitmap : bitmap + _HASH], u3, _parse_pairs(rest[bitmap + _HASH :], u2))
 
 
 @dataclass(frozen=True)
@@ -132,7 +164,7 @@ class Closed:
         return b""
 
 
-State = Fresh | Shared | Masked | Closed
+State = Fresh | Shared | Masked | Agreed | Closed
 
 
 def wipe(state: State) -> None:
@@ -165,7 +197,7 @@ def parse(data: object, params: SessionParams) -> tuple[State, bytes]:
     identity = blob[head + _HASH : body]
     position = params.position(identity)
     phase = blob[len(_MAGIC) + 1]
-    for kind in (Fresh, Shared, Masked):
+    for kind in (Fresh, Shared, Masked, Agreed):
         if kind.phase == phase:
             return kind.parse(blob[body:], params, position), identity
     if phase not in (Phase.REVEALED, Phase.WIPED):
@@ -180,6 +212,10 @@ def _parse_members(body: bytes, params: SessionParams, position: int) -> tuple[b
     if position not in members:
         raise wire.malformed("The saved session does not hold its own member.")
     return body[:_HASH], members, body[_HASH + bitmap :]
+
+
+def _parse_pairs(body: bytes, members: tuple[int, ...]) -> dict[int, bytearray]:
+    return {j: bytearray(pair) for j, pair in wire.split_evenly(body, members, _PAIR).items()}
 
 
 def _expect(body: bytes, size: int) -> None:

@@ -1,12 +1,13 @@
 """What the keys of a session are bound to.
 
     T0 = SHA-256("LSA1" || version || open_hash || attempt || numbers || n || roster)
-    T1 = SHA-256(T0 || for each member of U1, by position: identity || cpk || spk)
+    T1 = SHA-256(T0 || for each member of U1, by position: identity || cpk || spk || signature)
+    view = SHA-256("view" || T1 || set(U2) || set(U3) || roots of the vectors of U3, by position)
 
 T0 is known when the round opens, T1 once the public keys are relayed. T1 is the HKDF salt of every key and part of
 every envelope's associated data: members that were shown another model, ring, threshold, roster or key derive other
 keys, and their envelopes do not open. Integers are big-endian and of fixed width, so each encoding is unique.
-Credentials of a member (a signature, say) would be further fields of its entry in T1.
+The view is what the consistency stage compares: whose vectors, and which, are about to be opened.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 from collections.abc import Iterable
 
 PROTOCOL = b"LSA1"
-VERSION = 1
+VERSION = 2
 
 
 def opening(*, open_hash: bytes, attempt: int, roster: tuple[bytes, ...], numbers: tuple[int, ...]) -> bytes:
@@ -35,3 +36,8 @@ def keyed(t0: bytes, entries: Iterable[tuple[bytes, ...]]) -> bytes:
 def commitment(t1: bytes, seed: bytes) -> bytes:
     """Commitment to a self-mask seed: hiding since the seed is uniform, binding since SHA-256 is."""
     return hashlib.sha256(b"b-commit" + seed + t1).digest()
+
+
+def view(t1: bytes, u2: bytes, u3: bytes, roots: Iterable[bytes]) -> bytes:
+    """What one member was shown of the end of a session; `u2` and `u3` as bitmaps, one root per member of U3."""
+    return hashlib.sha256(b"view" + t1 + u2 + u3 + b"".join(roots)).digest()

@@ -1,16 +1,20 @@
 """The bytes of every message: one header, one body of a size that public numbers fix.
 
-    header      version 1 || stage 1 || binding 32      T0 up to ROSTER, T1 from SHARES on
-    KEYS        cpk 32 || spk 32                        member -> coordinator
-    ROSTER      set(U1) || (cpk || spk) of U1           coordinator -> member
-    SHARES      commitment 32 || envelope 94 for each of U1 but the sender
-    ENVELOPES   set(U2) || envelope 94 from each of U2 but the reader
-    SURVIVORS   set(U3)                                 the masked vectors came between: raw lanes, ring.to_wire
-    REVEAL      share 33 for each of U2
+    header       version 1 || stage 1 || binding 32                   T0 up to ROSTER, T1 from SHARES on
+    KEYS         cpk 32 || spk 32 || signature 64                     member -> coordinator
+    ROSTER       set(U1) || (cpk || spk || signature) of U1           coordinator -> member
+    SHARES       commitment 32 || envelope 94 for each of U1 but the sender || signature
+    ENVELOPES    set(U2) || envelope 94 from each of U2 but the reader
+    MASKED       root 32 || signature                                 beside the vector: raw lanes, ring.to_wire
+    SURVIVORS    set(U3) || root 32 of each of U3
+    CONSISTENCY  signature                                            only in rounds with the consistency stage
+    CONFIRMED    set of signers || the CONSISTENCY signature of each  only in rounds with the consistency stage
+    REVEAL       share 33 for each of U2 || signature
 
-Everything goes by roster position, ascending. A set is a bitmap of the roster (position p is bit (p-1) mod 8 of byte
-(p-1) div 8, spare bits zero), so a member cannot occur twice or out of order. The binding in the header is no
-protection, anybody can write it: it only makes a mix-up between honest parties fail early and plainly.
+What a signature is over: :mod:`.signing`. Everything goes by roster position, ascending. A set is a bitmap of the
+roster (position p is bit (p-1) mod 8 of byte (p-1) div 8, spare bits zero), so a member cannot occur twice or out of
+order. The binding in the header is no protection, anybody can write it: it only makes a mix-up between honest parties
+fail early and plainly.
 
 Sizes are compared before a body is read and nothing is allocated that is larger than the message itself.
 """
@@ -26,19 +30,24 @@ from lensemble_flwr.secagg.transcript import VERSION
 
 HASH_BYTES = 32
 KEY_PAIR_BYTES = 64
+SIGNATURE_BYTES = 64
+KEY_ENTRY_BYTES = KEY_PAIR_BYTES + SIGNATURE_BYTES
 SHARE_PAIR_BYTES = 2 * SHARE_BYTES
 ENVELOPE_BYTES = 12 + SHARE_PAIR_BYTES + 16
 HEADER_BYTES = 2 + HASH_BYTES
 
 
 class Stage(IntEnum):
-    """Tags of messages, in the order they are sent. The gaps are room for stages in between."""
+    """Tags of messages, in the order they are sent."""
 
     KEYS = 0x10
     ROSTER = 0x20
     SHARES = 0x30
     ENVELOPES = 0x40
+    MASKED = 0x50
     SURVIVORS = 0x60
+    CONSISTENCY = 0x70
+    CONFIRMED = 0x78
     REVEAL = 0x80
 
 
@@ -53,16 +62,20 @@ def message_size(stage: Stage, roster: int, members: int) -> int:
         stage: its tag.
         roster: n.
         members: size of the set that the message is about: U1 for ROSTER and SHARES, U2 for ENVELOPES and REVEAL,
-            not used for KEYS and SURVIVORS. With members = roster: the largest size.
+            U3 for SURVIVORS, the signers for CONFIRMED, not used for KEYS, MASKED and CONSISTENCY. With members =
+            roster: the largest size.
     """
     bitmap = -(-roster // 8)
     body = {
-        Stage.KEYS: KEY_PAIR_BYTES,
-        Stage.ROSTER: bitmap + KEY_PAIR_BYTES * members,
-        Stage.SHARES: HASH_BYTES + ENVELOPE_BYTES * (members - 1),
+        Stage.KEYS: KEY_ENTRY_BYTES,
+        Stage.ROSTER: bitmap + KEY_ENTRY_BYTES * members,
+        Stage.SHARES: HASH_BYTES + ENVELOPE_BYTES * (members - 1) + SIGNATURE_BYTES,
         Stage.ENVELOPES: bitmap + ENVELOPE_BYTES * (members - 1),
-        Stage.SURVIVORS: bitmap,
-        Stage.REVEAL: SHARE_BYTES * members,
+        Stage.MASKED: HASH_BYTES + SIGNATURE_BYTES,
+        Stage.SURVIVORS: bitmap + HASH_BYTES * members,
+        Stage.CONSISTENCY: SIGNATURE_BYTES,
+        Stage.CONFIRMED: bitmap + SIGNATURE_BYTES * members,
+        Stage.REVEAL: SHARE_BYTES * members + SIGNATURE_BYTES,
     }
     return HEADER_BYTES + body[stage]
 
@@ -108,6 +121,11 @@ def _check_header(raw: bytes, stage: Stage, binding: bytes) -> None:
             f"The {stage.name} message belongs to another round, attempt, roster or set of parameters.",
             cause="share_decrypt_failed" if stage is Stage.ENVELOPES else "inconsistent_roster",
         )
+
+
+def unsigned(body: bytes) -> tuple[bytes, bytes]:
+    """(what was signed, signature) of a body that ends in a signature."""
+    return body[:-SIGNATURE_BYTES], body[-SIGNATURE_BYTES:]
 
 
 def pack_members(members: Iterable[int], roster: int) -> bytes:

@@ -42,10 +42,12 @@ OPEN = RoundOpen(
     colluders=1,
     two_party=False,
     sample_rate=0.25,
+    pinned=True,
+    consistency=True,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
-EXAMPLES = [OPEN, CLOSE, JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32), JoinReply(1, b"i" * 32, b"r" * 32)]
+EXAMPLES = [OPEN, CLOSE, JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32), JoinReply(2, b"i" * 32, b"r" * 32, b"s" * 64)]
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)

@@ -80,9 +80,10 @@ def test_training_without_privacy_learns(tmp_path: Path) -> None:
     assert all(r["epsilon_central"] is None and not r["private"] for r in federation.rounds())
 
 
-def test_no_message_holds_anything_but_the_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pinned", ["false", "true"])
+def test_no_message_holds_anything_but_the_list(tmp_path: Path, pinned: str) -> None:
     """Every reply has the one size that public values give, whatever the data; no update, norm or count is in it."""
-    federation = Federation(tmp_path)
+    federation = Federation(tmp_path, f"secagg.pinned={pinned}")
     federation.start()
     sizes: dict[str, set[tuple[int, int]]] = {}
     for stage, _, _, reply in federation.transport.log:
@@ -90,7 +91,7 @@ def test_no_message_holds_anything_but_the_list(tmp_path: Path) -> None:
         assert reply.refusal is None
         length = 0 if reply.vector is None else reply.vector.nbytes
         sizes.setdefault(stage, set()).add((len(reply.body), length))
-    assert set(sizes) == set(Stage.ALL)
+    assert set(sizes) == set(Stage.ALL) - ({Stage.AGREE} if pinned == "false" else set())
     assert all(len(s) == 1 for s in sizes.values())
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import ClientSession, RingParams, ServerSession, SessionParams, default_threshold
+from lensemble_flwr.secagg import (
+    ClientSession,
+    RingParams,
+    ServerSession,
+    SessionParams,
+    Stage,
+    default_threshold,
+    signing,
+    wire,
+)
 
 OPEN_HASH = hashlib.sha256(b"the canonical RoundOpen").digest()
 
@@ -29,8 +40,26 @@ class Drbg:
         return b"".join(blocks)[:count]
 
 
+@cache
+def _keys(n: int) -> dict[bytes, Ed25519PrivateKey]:
+    """{identity: its private key} of n members, the same in every process."""
+    seeds = (hashlib.sha256(b"member %d" % i).digest() for i in range(n))
+    private = (Ed25519PrivateKey.from_private_bytes(seed) for seed in seeds)
+    return {key.public_key().public_bytes_raw(): key for key in private}
+
+
 def roster(n: int) -> tuple[bytes, ...]:
-    return tuple(sorted(hashlib.sha256(b"member %d" % i).digest() for i in range(n)))
+    return tuple(sorted(_keys(n)))
+
+
+def sign(statement: bytes) -> bytes:
+    """Signs as the member that the statement names, one of the first 128."""
+    return _keys(128)[statement[-64:-32]].sign(statement)
+
+
+def signed(params: SessionParams, i: int, stage: Stage, binding: bytes, body: bytes) -> bytes:
+    """A message of member i with a right signature, whatever its body says: for members that lie."""
+    return wire.pack(stage, binding, body, sign(signing.statement(stage, binding, params.roster[i], body)))
 
 
 def make_params(n: int = 5, d: int = 20, *, bits: int = 32, k: int = 1, **overrides: Any) -> SessionParams:
@@ -67,7 +96,7 @@ class Round:
         def entropy(i: int) -> dict[str, Callable[[int], bytes]]:
             return {} if seed is None else {"entropy": Drbg((seed, i))}
 
-        clients = {i: ClientSession(params, identity, **entropy(i)) for i, identity in enumerate(params.roster)}
+        clients = {i: ClientSession(params, identity, sign, **entropy(i)) for i, identity in enumerate(params.roster)}
         return cls(params, clients, ServerSession(params))
 
     def identity(self, i: int) -> bytes:
@@ -91,12 +120,22 @@ class Round:
         for i in self.clients if members is None else members:
             self.messages["envelopes", i] = envelopes = envelopes_of[self.identity(i)]
             self.vectors[i] = self.clients[i].masked(envelopes, q[i], threads=threads)
-            self.server.add_masked(self.identity(i), self.vectors[i])
+            self.messages["masked", i] = message = self.clients[i].masked_message(b"associated")
+            self.server.add_masked(self.identity(i), message, self.vectors[i], b"associated", threads=threads)
 
-    def reveal(self, members: Iterable[int] | None = None) -> None:
+    def agree(self, members: Iterable[int] | None = None) -> None:
         survivors = self.server.survivors()
         for i in self.clients if members is None else members:
-            self.messages["reveal", i] = message = self.clients[i].reveal(survivors)
+            self.messages["agree", i] = message = self.clients[i].agree(survivors)
+            self.server.add_consistency(self.identity(i), message)
+
+    def question(self) -> bytes:
+        return self.server.confirmed() if self.params.consistency else self.server.survivors()
+
+    def reveal(self, members: Iterable[int] | None = None) -> None:
+        question = self.question()
+        for i in self.clients if members is None else members:
+            self.messages["reveal", i] = message = self.clients[i].reveal(question)
             self.server.add_reveal(self.identity(i), message)
 
 
@@ -119,6 +158,9 @@ def run(
     alive -= set(lost.get("masked", ()))
     session.masked(q, sorted(alive), threads)
     u3 = set(alive)
+    if params.consistency:
+        alive -= set(lost.get("agree", ()))
+        session.agree(sorted(alive))
     alive -= set(lost.get("reveal", ()))
     session.reveal(sorted(alive))
     return session.server.unmask(threads=threads), u3, session

@@ -1,8 +1,32 @@
-"""What a coordinator, a member or the network can try, and how it is refused."""
+"""What a coordinator, a member or the network can try, and how it is refused.
+
+The numbers are those of one list of attacks; where the rest of it is tried:
+
+ 1 both secrets of a member      here, machine.py (all orders, several attempts), federation/test_pinned.py (the latch)
+ 2 replay                        here; of signatures test_signatures.py
+ 3 public keys                   here; keys that the coordinator swaps test_signatures.py
+ 4, 5 envelopes                  here
+ 6 too few survivors             here, test_session.py
+ 7, 8 malformed                  here, test_fuzz.py; altered vectors test_signatures.py
+ 9 payloads                      here, test_ring.py
+10 drops at each stage           test_session.py (one, n-t, n-t+1, all, at each of 4 and of 5 stages)
+11 different models, parameters  here, federation/test_round.py
+12 downgrades                    here, test_params.py, federation/test_round.py, federation/test_pinned.py
+13 split views                   test_signatures.py, federation/test_pinned.py
+14 sybils, wrong signers         test_signatures.py, federation/test_pinned.py
+15, 16 retries, past rounds      here, federation/test_resume.py, federation/test_pinned.py
+17 keystream, uniformity         here, test_keystream.py
+18 determinism                   test_session.py (order of arrival, threads), test_golden.py
+19 wrong shares                  here
+20 corrupted sums                here
+21 secrets where they belong     here, federation/test_pinned.py (files, messages, memory, events of a whole run)
+22 crashes                       federation/test_resume.py, federation/test_pinned.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator
 
@@ -18,12 +42,13 @@ from lensemble_flwr.secagg import (
     keystream,
     masking,
     shamir,
+    signing,
     state,
     wire,
 )
 from lensemble_flwr.secagg.envelope import seal
 from lensemble_flwr.secagg.ring import SEGMENT
-from tests.secagg.driver import Drbg, Round, make_params, payloads, refused, run
+from tests.secagg.driver import Drbg, Round, make_params, payloads, refused, run, sign, signed
 
 HEADER = wire.HEADER_BYTES
 
@@ -46,8 +71,9 @@ def flip(data: bytes, bit: int) -> bytes:
 
 
 def survivors(session: Round, members) -> bytes:
-    bitmap = wire.pack_members([i + 1 for i in members], session.params.n)
-    return wire.pack(Stage.SURVIVORS, session.server._t1, bitmap)
+    positions = [i + 1 for i in members]
+    roots = (session.server._roots.get(position, bytes(32)) for position in positions)
+    return wire.pack(Stage.SURVIVORS, session.server._t1, wire.pack_members(positions, session.params.n), *roots)
 
 
 # --- 1: both secrets of one member
@@ -73,15 +99,16 @@ def answers(session: Round, i: int) -> Iterator[tuple[set[int], set[int], dict[i
     for u2 in subsets:
         bitmap = wire.pack_members([j + 1 for j in u2], n)
         body = [envelopes[j] for j in sorted(u2 - {i})]
-        client = ClientSession.from_bytes(blob, session.params)
+        client = ClientSession.from_bytes(blob, session.params, sign)
         try:
             client.masked(wire.pack(Stage.ENVELOPES, session.server._t1, bitmap, *body), np.zeros(20, np.int64))
         except SecureAggregationError:
             continue
+        session.server._roots[i + 1] = client._state.root
         masked, held = client.to_bytes(), client._state.shares
         pairs = {j: bytes(held[j + 1]) for j in u2}
         for u3 in subsets:
-            member = ClientSession.from_bytes(masked, session.params)
+            member = ClientSession.from_bytes(masked, session.params, sign)
             try:
                 reply = member.reveal(survivors(session, u3))
             except SecureAggregationError:
@@ -190,9 +217,13 @@ def test_an_envelope_that_holds_no_shares_names_its_sender():
 
 
 def roster_message(session: Round, change: dict[int, tuple[bytes, bytes]]) -> bytes:
-    keys = session.server._keys | {i + 1: pair for i, pair in change.items()}
-    bitmap = wire.pack_members(keys, session.params.n)
-    return wire.pack(Stage.ROSTER, session.params.hash, bitmap, *(a + b for _, (a, b) in sorted(keys.items())))
+    """U1 with other keys of some members, signed by them: they lie, or the coordinator holds their identities."""
+    params = session.params
+    entries = session.server._entries | {
+        i + 1: signed(params, i, Stage.KEYS, params.hash, b"".join(pair))[HEADER:] for i, pair in change.items()
+    }
+    bitmap = wire.pack_members(entries, params.n)
+    return wire.pack(Stage.ROSTER, params.hash, bitmap, *(entry for _, entry in sorted(entries.items())))
 
 
 SMALL_ORDER = [
@@ -242,7 +273,8 @@ def test_keys_that_the_coordinator_refuses_so_that_one_member_cannot_stop_all():
         session.server._keys[1][::-1],
     ):
         with refused("key_agreement_failed") as error:
-            session.server.add_keys(session.identity(4), wire.pack(Stage.KEYS, session.params.hash, *pair))
+            message = signed(session.params, 4, Stage.KEYS, session.params.hash, b"".join(pair))
+            session.server.add_keys(session.identity(4), message)
         assert error.value.fields["member"] == session.identity(4).hex()
     session.shares([0, 1, 2, 3])
     q = payloads(session.params)
@@ -258,12 +290,10 @@ def test_members_refuse_too_few_at_every_stage():
     params = make_params(7, threshold=5, min_survivors=6)
     session = Round.begin(params)
     session.keys()
-    keys = {j: pair for j, pair in session.server._keys.items() if j <= 5}
+    keys = {j: entry for j, entry in session.server._entries.items() if j <= 5}
     for size, cause in ((4, "below_threshold"), (5, "below_min_survivors")):
         chosen = sorted(keys)[:size]
-        message = wire.pack(
-            Stage.ROSTER, params.hash, wire.pack_members(chosen, 7), *(b"".join(keys[j]) for j in chosen)
-        )
+        message = wire.pack(Stage.ROSTER, params.hash, wire.pack_members(chosen, 7), *(keys[j] for j in chosen))
         with refused(cause):
             session.clients[0].shares(message)
     session.shares()
@@ -310,7 +340,9 @@ def test_members_refuse_sets_that_grow_or_leave_them_out():
 def test_a_revealed_share_is_a_field_element_of_33_bytes():
     session = after_masked()
     message = session.clients[3].reveal(session.server.survivors())
-    for bad in (message[:-1], message + b"\0", message[:HEADER], message[:-33] + shamir.PRIME.to_bytes(33, "big")):
+    too_large = message[HEADER : -64 - 33] + shamir.PRIME.to_bytes(33, "big")
+    lie = signed(session.params, 3, Stage.REVEAL, session.server._t1, too_large)
+    for bad in (message[:-1], message + b"\0", message[:HEADER], lie):
         with refused("malformed_message") as error:
             session.server.add_reveal(session.identity(3), bad)
         assert error.value.fields["member"] == session.identity(3).hex()
@@ -339,7 +371,7 @@ def test_a_malformed_vector_leaves_the_sum_as_it_was(bits):
         bad.append(np.full(size, 1 << 24, lane))
     for vector in bad:
         with refused("malformed_update") as error:
-            session.server.add_masked(session.identity(4), vector)
+            session.server.add_masked(session.identity(4), session.messages["masked", 3], vector)
         assert error.value.fields["member"] == session.identity(4).hex()
     assert np.array_equal(session.server._total, before)
     assert session.server.u3 == session.params.roster[:4]
@@ -404,22 +436,31 @@ def test_a_member_that_was_shown_another_round(change):
     params = make_params(5)
     other = dataclasses.replace(params, **change)
     deceived = other.roster.index(params.roster[4])
-    odd = ClientSession(other, params.roster[4])
+    odd = ClientSession(other, params.roster[4], sign)
     session = Round.begin(params)
     session.keys(range(4))
     with refused("inconsistent_roster"):  # an honest coordinator notices at the first message
         session.server.add_keys(params.roster[4], odd.keys())
-    # a lying one rewrites the headers; then no envelope opens, before anything masked has left
-    session.server.add_keys(params.roster[4], wire.pack(Stage.KEYS, params.hash, odd.keys()[HEADER:]))
+    # a lying one rewrites the headers; then no signature fits
+    with refused("bad_signature"):
+        session.server.add_keys(params.roster[4], wire.pack(Stage.KEYS, params.hash, odd.keys()[HEADER:]))
+    # if it holds this member's identity, no envelope opens, before anything masked has left
+    resigned = signed(params, 4, Stage.KEYS, params.hash, odd.keys()[HEADER:-64])
+    session.server.add_keys(params.roster[4], resigned)
     session.shares(range(4))
     roster = session.server.roster_keys()
     if "roster" in change:
-        with refused("inconsistent_roster", "key_agreement_failed"):
+        with refused("inconsistent_roster", "key_agreement_failed", "bad_signature"):
             odd.shares(wire.pack(Stage.ROSTER, other.hash, roster[HEADER:]))
         return
     assert deceived == 4
-    reply = odd.shares(wire.pack(Stage.ROSTER, other.hash, roster[HEADER:]))
-    session.server.add_shares(params.roster[4], wire.pack(Stage.SHARES, session.server._t1, reply[HEADER:]))
+    with refused("bad_signature"):  # the others' signatures are for another round than this member's
+        odd.shares(wire.pack(Stage.ROSTER, other.hash, roster[HEADER:]))
+    entries = wire.split_evenly(roster[HEADER + 1 :], range(5), wire.KEY_ENTRY_BYTES)
+    forged = [signed(other, i, Stage.KEYS, other.hash, entry[:64])[HEADER:] for i, entry in entries.items()]
+    reply = odd.shares(wire.pack(Stage.ROSTER, other.hash, roster[HEADER : HEADER + 1], *forged))
+    resigned = signed(params, 4, Stage.SHARES, session.server._t1, reply[HEADER:-64])
+    session.server.add_shares(params.roster[4], resigned)
     for i in range(4):
         with refused("share_decrypt_failed") as error:
             session.masked(payloads(params), [i])
@@ -442,7 +483,8 @@ def test_members_that_were_shown_different_keys():
             continue
         with refused("inconsistent_roster"):  # an honest coordinator notices
             session.server.add_shares(session.identity(i), reply)
-        session.server.add_shares(session.identity(i), wire.pack(Stage.SHARES, session.server._t1, reply[HEADER:]))
+        resigned = signed(session.params, i, Stage.SHARES, session.server._t1, reply[HEADER:-64])
+        session.server.add_shares(session.identity(i), resigned)
     for i in (0, 4):
         delivered = session.server.envelopes_for(session.identity(i))[HEADER:]
         with refused("share_decrypt_failed"):
@@ -522,7 +564,8 @@ def test_one_liar_is_named_and_the_sum_is_right():
             message = session.clients[i].reveal(message_from)
             if i == 1:  # off by one in the share of member 4's secret, whichever kind it is
                 at = HEADER + 4 * 33 + 32
-                message = message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
+                body = message[HEADER:at] + bytes([message[at] ^ 1]) + message[at + 1 : -64]
+                message = signed(session.params, i, Stage.REVEAL, session.server._t1, body)
             session.server.add_reveal(session.identity(i), message)
         assert session.server.culprits == ()
         assert np.array_equal(session.server.unmask(), sum(q[i] for i in alive)), target
@@ -533,7 +576,10 @@ def test_a_liar_without_a_share_to_spare_stops_the_sum_until_another_reveals():
     session = after_masked(5)
     message_from = session.server.survivors()
     replies = {i: session.clients[i].reveal(message_from) for i in range(5)}
-    session.server.add_reveal(session.identity(0), replies[0][:-1] + bytes([replies[0][-1] ^ 1]))
+    body = replies[0][HEADER:-65] + bytes([replies[0][-65] ^ 1])
+    with refused("bad_signature") as error:  # altered on the way: its member is not to blame
+        session.server.add_reveal(session.identity(0), wire.pack(Stage.REVEAL, session.server._t1, body, bytes(64)))
+    session.server.add_reveal(session.identity(0), signed(session.params, 0, Stage.REVEAL, session.server._t1, body))
     for i in (1, 2, 3):
         session.server.add_reveal(session.identity(i), replies[i])
     with refused("mask_reconstruction_failed") as error:
@@ -552,7 +598,8 @@ def test_a_dealer_that_commits_to_another_seed():
     for i in range(5):
         message = session.clients[i].shares(roster)
         if i == 2:
-            message = flip(message, 8 * HEADER)
+            lie = flip(message, 8 * HEADER)[HEADER:-64]
+            message = signed(session.params, 2, Stage.SHARES, session.clients[2]._state.t1, lie)
         session.server.add_shares(session.identity(i), message)
     session.masked(payloads(session.params))
     session.reveal()
@@ -607,7 +654,12 @@ def test_members_that_saw_different_sets_do_not_add_up():
     short = session.server.envelopes_for(session.identity(5))[HEADER + 1 + wire.ENVELOPE_BYTES :]
     bitmap = wire.pack_members(range(2, 7), 6)
     odd = session.clients[5].masked(wire.pack(Stage.ENVELOPES, session.server._t1, bitmap, short), q[5])
-    session.server.add_masked(session.identity(5), odd)
+    with refused("bad_signature"):  # it signed another U2, so an honest coordinator leaves it out
+        session.server.add_masked(session.identity(5), session.clients[5].masked_message(), odd)
+    parts = (wire.pack_members(range(1, 7), 6), session.clients[5]._state.root, hashlib.sha256(b"").digest())
+    statement = signing.statement(Stage.MASKED, session.server._t1, session.identity(5), *parts)
+    lie = wire.pack(Stage.MASKED, session.server._t1, parts[1], sign(statement))
+    session.server.add_masked(session.identity(5), lie, odd)
     session.reveal(range(5))
     with refused("sum_check_failed"):
         session.server.unmask()
@@ -636,12 +688,12 @@ def test_a_sum_that_wrapped_is_noticed_by_the_checksum(bits):
 def test_a_sum_out_of_reach_is_noticed_by_the_range(bits):
     """Members over qmax whose sum does not wrap and whose checksums are honest."""
     generous, ring = RingParams(bits, 2, 0, 50), RingParams(bits, 5, 0, 50)
-    for sign in (1, -1):
+    for side in (1, -1):
         total = np.zeros(ring.padded, ring.lane)
         keys = [Drbg(i)(32) for i in range(3)]
         for key, value in zip(keys, (generous.qmax, generous.qmax, 0), strict=True):
             y = np.empty(ring.padded, ring.lane)
-            masking.mask(y, np.full(50, sign * value), generous, bytes(32), [key], [])
+            masking.mask(y, np.full(50, side * value), generous, bytes(32), [key], [])
             masking.accumulate(total, y, ring)
         assert 3 * ring.qmax < 2 * generous.qmax < 2 ** (bits - 1)
         with refused("sum_check_failed") as error:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -40,7 +41,7 @@ def check(name: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_a_whole_session(bits):
     """Five members, the last drops out after its shares; every message, every state, the sum."""
-    params = make_params(5, 12, bits=bits)
+    params = make_params(5, 12, bits=bits, consistency=True)
     q = payloads(params)
     session = Round.begin(params, seed=("golden", bits))
     found: dict[str, Any] = {"T0": params.hash.hex()}
@@ -62,7 +63,12 @@ def test_a_whole_session(bits):
         found[f"envelopes {i}"] = session.messages["envelopes", i].hex()
         found[f"payload {i}"] = q[i].tolist()
         found[f"masked {i}"] = to_wire(session.vectors[i], params.ring).tobytes().hex()
+        found[f"masked message {i}"] = session.messages["masked", i].hex()
     found["survivors"] = session.server.survivors().hex()
+    session.agree(range(4))
+    states("consistency")
+    found |= {f"consistency {i}": session.messages["agree", i].hex() for i in range(4)}
+    found["confirmed"] = session.server.confirmed().hex()
     session.reveal(range(4))
     states("reveal")
     found |= {f"reveal {i}": session.messages["reveal", i].hex() for i in range(4)}
@@ -142,7 +148,7 @@ def test_a_masked_vector_from_the_specification(bits):
     if os.environ.get("WRITE_GOLDEN"):
         pytest.skip("writing")
     golden = json.loads((FOLDER / f"session{bits}.json").read_text())
-    params = make_params(5, 12, bits=bits)
+    params = make_params(5, 12, bits=bits, consistency=True)
     t1 = bytes.fromhex(golden["T1"])
     width, lane_bytes = bits // 8, 2 if bits == 16 else 4
     me = 1
@@ -157,7 +163,7 @@ def test_a_masked_vector_from_the_specification(bits):
     streams = [(1, hkdf(t1, private[me][2], b"self"))]
     for j in {0, 2, 3, 4}:
         shared = X25519PrivateKey.from_private_bytes(private[me][1]).exchange(
-            X25519PublicKey.from_public_bytes(keys[j][32:])
+            X25519PublicKey.from_public_bytes(keys[j][32:64])
         )
         pair = sorted((params.roster[me], params.roster[j]))
         streams.append((1 if j > me else -1, hkdf(t1, shared, b"mask" + b"".join(pair))))
@@ -181,3 +187,25 @@ def test_a_masked_vector_from_the_specification(bits):
     wire = b"".join(value.to_bytes(width, "little") for value in vector)
     wire += (tail % 2**64).to_bytes(tail_bytes, "little")
     assert wire.hex() == golden[f"masked {me}"]
+
+    def message(name: str) -> bytes:
+        return bytes.fromhex(golden[name])[34:]
+
+    def check_signature(stage: int, binding: bytes, signature: bytes, *parts: bytes) -> None:
+        digest = hashlib.sha256(b"".join(parts)).digest()
+        statement = b"LSA1 signature\x02" + bytes([stage]) + binding + params.roster[me] + digest
+        Ed25519PublicKey.from_public_bytes(params.roster[me]).verify(signature, statement)
+
+    root = hashlib.sha256(b"vector" + hashlib.sha256(wire).digest()).digest()
+    roots = b"".join(message(f"masked message {i}")[:32] for i in range(4))
+    assert roots[32:64] == root
+    assert message("survivors") == b"\x0f" + roots
+    view = hashlib.sha256(b"view" + t1 + b"\x1f" + b"\x0f" + roots).digest()
+    check_signature(0x10, bytes.fromhex(golden["T0"]), keys[me][64:], keys[me][:64])
+    for stage, name in ((0x30, "shares"), (0x80, "reveal")):
+        body = message(f"{name} {me}")
+        check_signature(stage, t1, body[-64:], body[:-64])
+    bound = hashlib.sha256(b"associated").digest()
+    check_signature(0x50, t1, message(f"masked message {me}")[32:], b"\x1f", root, bound)
+    check_signature(0x70, t1, message(f"consistency {me}"), view)
+    assert message("confirmed") == b"\x0f" + b"".join(message(f"consistency {i}") for i in range(4))

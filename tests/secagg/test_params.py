@@ -88,9 +88,9 @@ def test_require_enough():
 def test_opening_hash_is_what_the_specification_says():
     params = make_params(3, 7, bits=24)
     ring = params.ring
-    numbers = (24, 8, 7, ring.padded, 3, 3, 1, 0)
+    numbers = (24, 8, 7, ring.padded, 3, 3, 1, 0, 0)
     expected = hashlib.sha256(
-        b"LSA1\x01" + OPEN_HASH + struct.pack(">I8qI", 0, *numbers, 3) + b"".join(roster(3))
+        b"LSA1\x02" + OPEN_HASH + struct.pack(">I9qI", 0, *numbers, 3) + b"".join(roster(3))
     ).digest()
     assert params.hash == expected
 
@@ -104,6 +104,7 @@ def test_every_parameter_is_bound():
         {"min_survivors": 5},
         {"colluders": 1},
         {"allow_two_party": True},
+        {"consistency": True},
         {"ring": dataclasses.replace(base.ring, bits=16)},
         {"ring": dataclasses.replace(base.ring, scale_log2=9)},
         {"ring": dataclasses.replace(base.ring, dimension=21)},

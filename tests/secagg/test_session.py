@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,9 +24,13 @@ from lensemble_flwr.secagg import (
     to_wire,
 )
 from lensemble_flwr.secagg.ring import SEGMENT, wrap
-from tests.secagg.driver import Round, make_params, payloads, refused, run
+from tests.secagg.driver import Round, make_params, payloads, refused, run, sign
 
 STAGES = ("keys", "shares", "masked", "reveal")
+
+
+def stages(consistency: bool) -> tuple[str, ...]:
+    return (*STAGES[:3], "agree", "reveal") if consistency else STAGES
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,7 +43,8 @@ def test_the_sum_over_the_survivors_is_exact(data):
     m = data.draw(st.integers(k + 2, n)) if n > 2 else 2
     bits = data.draw(st.sampled_from([16, 24, 32]))
     d = data.draw(st.sampled_from([1, 2, 15, 16, 17, 300, 5000]))
-    params = make_params(n, d, bits=bits, k=k, threshold=t, min_survivors=max(m, 2 if n == 2 else 3))
+    least, agree = max(m, 2 if n == 2 else 3), data.draw(st.booleans())
+    params = make_params(n, d, bits=bits, k=k, threshold=t, min_survivors=least, consistency=agree)
     q = payloads(params, data.draw(st.integers(0, 2**32 - 1)))
     order = data.draw(st.permutations(range(n)))
     spare = n - max(t, params.min_survivors)
@@ -46,7 +52,9 @@ def test_the_sum_over_the_survivors_is_exact(data):
     for stage in STAGES[:3]:
         count = data.draw(st.integers(0, spare))
         lost[stage], order, spare = order[:count], order[count:], spare - count
-    lost["reveal"] = order[: data.draw(st.integers(0, len(order) - t))]
+    silent = order[: data.draw(st.integers(0, len(order) - t))]
+    cut = data.draw(st.integers(0, len(silent))) if agree else 0
+    lost["agree"], lost["reveal"] = silent[:cut], silent[cut:]
     total, u3, _ = run(params, q, lost=lost)
     assert total.dtype == np.int64
     assert np.array_equal(total, sum(q[i] for i in u3))
@@ -65,10 +73,10 @@ def test_several_segments_and_blocks(bits):
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_everybody_at_the_limit(bits):
     params = make_params(7, 9, bits=bits)
-    for sign in (1, -1):
-        q = [np.full(9, sign * params.ring.qmax)] * 7
+    for side in (1, -1):
+        q = [np.full(9, side * params.ring.qmax)] * 7
         total, _, _ = run(params, q)
-        assert total.tolist() == [7 * sign * params.ring.qmax] * 9
+        assert total.tolist() == [7 * side * params.ring.qmax] * 9
 
 
 def test_from_floats_to_floats():
@@ -80,7 +88,8 @@ def test_from_floats_to_floats():
     for i in range(5):
         envelopes = session.server.envelopes_for(session.identity(i))
         y = session.clients[i].masked(envelopes, encode(xs[i], params.ring))
-        session.server.add_masked(session.identity(i), from_wire(to_wire(y, params.ring).tobytes(), params.ring))
+        received = from_wire(to_wire(y, params.ring).tobytes(), params.ring)
+        session.server.add_masked(session.identity(i), session.clients[i].masked_message(), received)
     session.reveal()
     mean = decode(session.server.unmask(), params.ring, 5) / 5
     assert np.array_equal(mean, np.rint(xs.astype(np.float64) * 256).sum(axis=0) / 256 / 5)
@@ -96,18 +105,18 @@ def test_signed_and_ring_payloads_give_the_same_vector(bits):
 
 
 @pytest.mark.parametrize("n", [5, 7])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("consistency", "stage"), [(c, stage) for c in (False, True) for stage in stages(c)])
 @pytest.mark.parametrize("how_many", ["one", "n-t", "n-t+1", "all"])
-def test_members_lost_at_a_stage(n, stage, how_many):
+def test_members_lost_at_a_stage(n, consistency, stage, how_many):
     """The exact sum over U3, or a typed error: never anything else."""
-    params = make_params(n)
+    params = make_params(n, consistency=consistency)
     spare = n - params.threshold
     count = {"one": 1, "n-t": spare, "n-t+1": spare + 1, "all": n}[how_many]
     q = payloads(params)
     for gone in (range(count), range(n - count, n)):
         if count <= spare:
             total, u3, session = run(params, q, lost={stage: gone})
-            assert u3 == set(range(n)) - (set() if stage == "reveal" else set(gone))
+            assert u3 == set(range(n)) - (set() if stage in ("agree", "reveal") else set(gone))
             assert np.array_equal(total, sum(q[i] for i in u3))
             assert session.server.u3 == tuple(params.roster[i] for i in sorted(u3))
         else:
@@ -197,7 +206,7 @@ def test_the_output_array_is_used_and_q_is_left_alone():
 
 def test_message_sizes_are_public_numbers():
     n = 9
-    params = make_params(n)
+    params = make_params(n, consistency=True)
     session = Round.begin(params)
     session.keys(range(8))
     assert {len(session.messages["keys", i]) for i in range(8)} == {message_size(Stage.KEYS, n, 0)}
@@ -206,7 +215,11 @@ def test_message_sizes_are_public_numbers():
     assert {len(session.messages["shares", i]) for i in range(8)} == {message_size(Stage.SHARES, n, 8)}
     session.masked(payloads(params), range(7))
     assert {len(session.messages["envelopes", i]) for i in range(7)} == {message_size(Stage.ENVELOPES, n, 8)}
-    assert len(session.server.survivors()) == message_size(Stage.SURVIVORS, n, 0)
+    assert {len(session.messages["masked", i]) for i in range(7)} == {message_size(Stage.MASKED, n, 0)}
+    assert len(session.server.survivors()) == message_size(Stage.SURVIVORS, n, 7)
+    session.agree(range(7))
+    assert {len(session.messages["agree", i]) for i in range(7)} == {message_size(Stage.CONSISTENCY, n, 0)}
+    assert len(session.question()) == message_size(Stage.CONFIRMED, n, 7)
     session.reveal(range(7))
     assert {len(session.messages["reveal", i]) for i in range(7)} == {message_size(Stage.REVEAL, n, 8)}
 
@@ -216,15 +229,21 @@ def test_message_sizes_are_public_numbers():
 
 def resumed(session: Round, i: int) -> None:
     blob = session.clients[i].to_bytes()
-    session.clients[i] = ClientSession.from_bytes(blob, session.params)
+    session.clients[i] = ClientSession.from_bytes(blob, session.params, sign)
     assert session.clients[i].to_bytes() == blob
 
 
-def test_every_stage_may_run_in_another_process():
-    params = make_params(5)
+def steps(session: Round, q: list[np.ndarray]) -> list[Callable[[], None]]:
+    agree = [session.agree] if session.params.consistency else []
+    return [session.keys, session.shares, lambda: session.masked(q), *agree, session.reveal]
+
+
+@pytest.mark.parametrize("consistency", [False, True])
+def test_every_stage_may_run_in_another_process(consistency):
+    params = make_params(5, consistency=consistency)
     q = payloads(params)
     session = Round.begin(params)
-    for stage in (session.keys, session.shares, lambda: session.masked(q), session.reveal):
+    for stage in steps(session, q):
         for i in range(5):
             resumed(session, i)
         stage()
@@ -232,7 +251,7 @@ def test_every_stage_may_run_in_another_process():
     for i in range(5):
         resumed(session, i)
         with refused("already_revealed"):
-            session.clients[i].reveal(session.server.survivors())
+            session.clients[i].reveal(session.question())
 
 
 def test_a_stage_in_a_process_of_its_own():
@@ -244,7 +263,7 @@ def test_a_stage_in_a_process_of_its_own():
     envelopes = session.server.envelopes_for(session.identity(1))
     code = (
         "import sys; import numpy as np; from lensemble_flwr.secagg import *; from tests.secagg.driver import *\n"
-        "params = make_params(3); session = ClientSession.from_bytes(bytes.fromhex(sys.argv[1]), params)\n"
+        "params = make_params(3); session = ClientSession.from_bytes(bytes.fromhex(sys.argv[1]), params, sign)\n"
         "y = session.masked(bytes.fromhex(sys.argv[2]), payloads(params)[1])\n"
         "print(y.tobytes().hex(), session.to_bytes().hex())"
     )
@@ -254,8 +273,9 @@ def test_a_stage_in_a_process_of_its_own():
     )
     vector, after = (bytes.fromhex(word) for word in done.stdout.split())
     assert vector == session.clients[1].masked(envelopes, q[1]).tobytes()
-    session.clients[1] = ClientSession.from_bytes(after, params)
-    session.server.add_masked(session.identity(1), np.frombuffer(vector, np.uint32))
+    session.clients[1] = ClientSession.from_bytes(after, params, sign)
+    message = session.clients[1].masked_message()
+    session.server.add_masked(session.identity(1), message, np.frombuffer(vector, np.uint32))
     session.masked(q, [0, 2])
     session.reveal()
     assert np.array_equal(session.server.unmask(), sum(q))
@@ -273,14 +293,14 @@ def test_state_is_small_at_a_hundred():
 
 def test_state_is_bound_to_its_parameters():
     params = make_params(5)
-    blob = ClientSession(params, params.roster[0]).to_bytes()
+    blob = ClientSession(params, params.roster[0], sign).to_bytes()
     for other in (make_params(5, attempt=1), make_params(5, open_hash=bytes(32)), make_params(5, 21), make_params(6)):
         with refused("wrong_state"):
-            ClientSession.from_bytes(blob, other)
+            ClientSession.from_bytes(blob, other, sign)
 
 
 def test_each_stage_keeps_only_what_later_ones_need():
-    params = make_params(4)
+    params = make_params(4, consistency=True)
     session = Round.begin(params)
     client = session.clients[0]
     session.keys()
@@ -295,33 +315,38 @@ def test_each_stage_keeps_only_what_later_ones_need():
     shares = [bytes(secret) for secret in held.secrets()]
     assert all(share in client.to_bytes() for share in shares)
     assert not any(secret in client.to_bytes() for secret in masks)
+    session.agree()
+    agreed = client._state
     session.reveal()
     assert not any(share[:33] in client.to_bytes() or share[33:] in client.to_bytes() for share in shares)
-    for state in (fresh, shared, held):
+    for state in (fresh, shared, held, agreed):
         assert all(not any(secret) for secret in state.secrets())  # overwritten
 
 
-@pytest.mark.parametrize("stages", range(5))
-def test_wipe(stages):
-    params = make_params(3)
+@pytest.mark.parametrize("done", range(6))
+def test_wipe(done):
+    params = make_params(3, consistency=True)
     session = Round.begin(params)
-    for stage in (session.keys, session.shares, lambda: session.masked(payloads(params)), session.reveal)[:stages]:
+    for stage in steps(session, payloads(params))[:done]:
         stage()
     client = session.clients[0]
     secrets = list(client._state.secrets())
     client.wipe()
     client.wipe()
     assert all(not any(secret) for secret in secrets)
-    cause = "already_revealed" if stages == 4 else "wrong_state"
-    for again in (client, ClientSession.from_bytes(client.to_bytes(), params)):
+    cause = "already_revealed" if done == 5 else "wrong_state"
+    for again in (client, ClientSession.from_bytes(client.to_bytes(), params, sign)):
         with refused("wrong_state"):
             again.keys()
         with refused("wrong_state"):
             again.shares(b"")
         with refused("wrong_state"):
             again.masked(b"", np.zeros(20, np.int64))
-        with refused(cause):
-            again.reveal(b"")
+        with refused("wrong_state"):
+            again.masked_message()
+        for call in (again.agree, again.reveal, again.check_survivors, again.check_question):
+            with refused(cause):
+                call(b"")
     assert len(client.to_bytes()) == 4 + 2 + 3 * 32
 
 
@@ -337,7 +362,7 @@ def test_stages_run_once_and_in_order():
     for call in (
         lambda: server.add_shares(session.identity(0), b""),
         lambda: server.envelopes_for(session.identity(0)),
-        lambda: server.add_masked(session.identity(0), q[0]),
+        lambda: server.add_masked(session.identity(0), b"", q[0]),
         server.survivors,
         lambda: server.add_reveal(session.identity(0), b""),
         server.unmask,
@@ -356,7 +381,7 @@ def test_stages_run_once_and_in_order():
         client.masked(server.envelopes_for(session.identity(0)), q[0])
     session.reveal()
     with refused("wrong_state"):
-        server.add_masked(session.identity(0), session.vectors[0])
+        server.add_masked(session.identity(0), session.messages["masked", 0], session.vectors[0])
     with refused("wrong_state"):
         server.envelopes_for(session.identity(0))
     server.unmask()
@@ -383,12 +408,14 @@ def test_messages_twice_or_from_strangers():
         server.envelopes_for(session.identity(3))
     session.masked(payloads(params), [0, 1, 2])
     with refused("wrong_state"):  # never twice into the sum
-        server.add_masked(session.identity(1), session.vectors[1])
-    for call in (server.add_keys, server.add_shares, server.add_masked, server.add_reveal):
+        server.add_masked(session.identity(1), session.messages["masked", 1], session.vectors[1])
+    for call in (server.add_keys, server.add_shares, server.add_consistency, server.add_reveal):
         with refused("inconsistent_roster", "wrong_state"):
             call(bytes(32), b"")
     with refused("inconsistent_roster"):
-        ClientSession(params, bytes(32))
+        server.add_masked(bytes(32), b"", session.vectors[0])
+    with refused("inconsistent_roster"):
+        ClientSession(params, bytes(32), sign)
     with refused("inconsistent_roster"):
         ServerSession(params).add_keys(bytes(32), session.messages["keys", 0])
 
@@ -397,10 +424,10 @@ def test_messages_twice_or_from_strangers():
 def test_a_source_of_entropy_that_fails(source):
     params = make_params(3)
     with refused("key_agreement_failed"):
-        ClientSession(params, params.roster[0], entropy=source)
+        ClientSession(params, params.roster[0], sign, entropy=source)
 
     def broken(count):
         raise OSError("no entropy")
 
     with refused("key_agreement_failed"):
-        ClientSession(params, params.roster[0], entropy=broken)
+        ClientSession(params, params.roster[0], sign, entropy=broken)
