@@ -35,6 +35,7 @@ def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
         privacy_enabled=privacy.enabled,
         accountant=privacy.accountant,
         two_party=plan.two_party,
+        per_person=plan.per_person,
     )
 
 

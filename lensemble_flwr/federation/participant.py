@@ -179,6 +179,7 @@ class SiteParticipant:
             (opened.min_survivors, plan.min_survivors),
             (opened.colluders, plan.colluders),
             (opened.two_party, plan.two_party),
+            (opened.per_person, plan.per_person),
             (opened.ring_bits, plan.ring.bits),
             (opened.scale_log2, plan.ring.scale_log2),
             (opened.clip_norm, plan.clip_norm),

@@ -37,16 +37,26 @@ class Plan:
     ring: RingParams
     delta_extra: float
     """Implementation terms (rounding, clamping, sampling) added to delta for each release."""
+    per_person: int = 1
+    """How many participants may hold data of one person; the noise is sized for a person."""
 
     @property
     def charge(self) -> Charge:
         """What one release costs its participant."""
         return charge(
-            self.guarantee, self.noise_std, self.clip_norm, self.min_survivors, self.colluders, self.delta_extra
+            self.guarantee,
+            self.noise_std,
+            self.clip_norm,
+            self.min_survivors,
+            self.colluders,
+            self.delta_extra,
+            self.per_person,
         )
 
 
-def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float) -> Charge:
+def charge(
+    guarantee: Guarantee, std: float, clip: float, min_survivors: int, colluders: int, extra: float, per_person: int
+) -> Charge:
     """The ledger's charge for one release."""
     own = std / clip if guarantee != Guarantee.NONE else 0.0
     return Charge(
@@ -55,6 +65,7 @@ def charge(guarantee: Guarantee, std: float, clip: float, min_survivors: int, co
         colluders=colluders,
         delta_extra=extra,
         guarantee=guarantee.name.lower(),
+        per_person=per_person,
     )
 
 
@@ -106,6 +117,7 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         two_party=two_party,
         ring=ring,
         delta_extra=extra,
+        per_person=privacy.max_participants_per_person,
     )
 
 
@@ -118,8 +130,10 @@ def _calibrate(config: Config, delta: float) -> float:
 def _ring_and_extra(
     config: Config, guarantee: Guarantee, sigma: float, n: int, dimension: int, m: int, k: int
 ) -> tuple[float, RingParams, float]:
-    std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k)
-    ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(config.privacy.clip_norm, std), dimension)
+    people = config.privacy.max_participants_per_person
+    std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k, people)
+    bound = ring_bound(config.privacy.clip_norm, std, people)
+    ring = RingParams.for_range(config.secagg.ring_bits, n, bound, dimension)
     extra = release_delta(
         noise_std=std,
         clip_norm=config.privacy.clip_norm,
@@ -129,6 +143,7 @@ def _ring_and_extra(
         roster=n,
         min_survivors=m,
         colluders=k,
+        per_person=people,
     )
     return std, ring, extra
 
@@ -163,6 +178,7 @@ def round_open(
         min_survivors=plan.min_survivors,
         colluders=plan.colluders,
         two_party=plan.two_party,
+        per_person=plan.per_person,
         roster=roster,
     )
 
@@ -198,6 +214,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
             roster=len(opened.roster),
             min_survivors=opened.min_survivors,
             colluders=opened.colluders,
+            per_person=opened.per_person,
         )
     return charge(
         Guarantee(opened.guarantee),
@@ -206,6 +223,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
         opened.min_survivors,
         opened.colluders,
         extra,
+        opened.per_person,
     )
 
 

@@ -35,6 +35,8 @@ class RoundOpen(Record):
 
     ``noise_std`` (s) is the standard deviation of each participant's own noise per coordinate, in model units;
     ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
+    ``per_person`` (p) is how many participants, of this roster or not, may hold data of one person: every site charges
+    for it.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
     """
 
@@ -64,6 +66,7 @@ class RoundOpen(Record):
     min_survivors: int = wire(U32)
     colluders: int = wire(U32)
     two_party: bool = wire(U8)
+    per_person: int = wire(U32)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class RoundOpen(Record):
             raise ContractViolation("The roster must be sorted and without repetition.")
         if self.guarantee not in tuple(Guarantee):
             raise ContractViolation(f"Unknown guarantee {self.guarantee}.")
+        if self.per_person < 1:
+            raise ContractViolation(f"A person cannot be at {self.per_person} participants.")
 
     @property
     def private(self) -> bool:

@@ -17,7 +17,9 @@ from lensemble_flwr.privacy.mechanism import own_noise_std
 
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 UNIT = "all rounds of one participant"
+PERSON = "all rounds of one person, whose data at most {per_person} participants hold"
 NEIGHBOURS = "zero-out"
+_GROUP = "the observer is none of the participants that hold the person's data; at most {per_person} do, ever"
 NEGLIGIBLE = 0.01
 """Implementation terms above this share of delta are not added but refused: the claim is then infinite."""
 
@@ -61,6 +63,7 @@ class ClaimInputs:
         sample_rate: 1, or the rate of a secret coin of each participant.
         accountant: ``"prv"`` or ``"rdp"``.
         two_party: the two-participant mode that both agreed to.
+        per_person: p, how many participants may hold data of one person. With p > 1 the unit is a person.
 
     Raises:
         ConfigError: a value out of range, or a central guarantee that these numbers cannot give.
@@ -87,9 +90,16 @@ class ClaimInputs:
     sample_rate: float = 1.0
     accountant: str = "prv"
     two_party: bool = False
+    per_person: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What one row protects."""
+        return UNIT if self.per_person == 1 else PERSON.format(per_person=self.per_person)
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 0), ("n", 1), ("min_survivors", 1), ("colluders", 0), ("dimension", 1)):
+        leasts = {"rounds": 0, "n": 1, "min_survivors": 1, "colluders": 0, "dimension": 1, "per_person": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
@@ -103,7 +113,7 @@ class ClaimInputs:
             raise ConfigError(f"sample_rate={self.sample_rate!r} must be above 0 and at most 1.")
         build_accountant(self.accountant)
         if self.privacy_enabled:
-            own_noise_std(self.guarantee, self.noise_multiplier, self.clip_norm, self.min_survivors, self.colluders)
+            _own_std(self)
             if self.guarantee == "central" and (self.two_party or self.n < 3):
                 raise ConfigError(
                     "Two participants can only have a local guarantee: each can subtract itself from the sum.",
@@ -156,10 +166,8 @@ def claims(inputs: ClaimInputs) -> list[Claim]:
         raise ConfigError(f"claims needs ClaimInputs, not {type(inputs).__name__}.")
     off = _off(inputs)
     if off:
-        return [_nothing(observer, off) for observer in OBSERVERS]
-    std = own_noise_std(
-        inputs.guarantee, inputs.noise_multiplier, inputs.clip_norm, inputs.min_survivors, inputs.colluders
-    )
+        return [_nothing(observer, off, inputs.unit) for observer in OBSERVERS]
+    std = _own_std(inputs)
     local, central = _local_view(inputs, std), _central_view(inputs, std)
     return [_row(observer, inputs, local, central) for observer in OBSERVERS]
 
@@ -193,7 +201,9 @@ def claims_table(rows: Sequence[Claim]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * w for w in widths))
-    lines += ["", f"unit: {UNIT}; neighbours: {NEIGHBOURS} (one participant's clipped updates become zero)"]
+    unit = rows[0].unit if rows else UNIT
+    whose = "one participant's" if unit == UNIT else "all those participants'"
+    lines += ["", f"unit: {unit}; neighbours: {NEIGHBOURS} ({whose} clipped updates become zero)"]
     for r in rows:
         lines.append(f"{r.observer}: {_WHO[r.observer]}")
         if r.why_not:
@@ -216,13 +226,24 @@ def _off(inputs: ClaimInputs) -> str:
     return ""
 
 
-def _nothing(observer: str, why: str) -> Claim:
+def _own_std(inputs: ClaimInputs) -> float:
+    return own_noise_std(
+        inputs.guarantee,
+        inputs.noise_multiplier,
+        inputs.clip_norm,
+        inputs.min_survivors,
+        inputs.colluders,
+        inputs.per_person,
+    )
+
+
+def _nothing(observer: str, why: str, unit: str) -> Claim:
     inf = math.inf
-    return Claim(observer, "none", UNIT, NEIGHBOURS, inf, 1.0, inf, inf, inf, (), "", False, why)
+    return Claim(observer, "none", unit, NEIGHBOURS, inf, 1.0, inf, inf, inf, (), "", False, why)
 
 
 def _view(inputs: ClaimInputs, sigma: float, terms: DeltaTerms) -> _View:
-    extra = max(1, inputs.rounds) * terms.total
+    extra = max(1, inputs.rounds) * inputs.per_person * terms.total
     if not extra <= NEGLIGIBLE * inputs.delta:
         return _View(math.inf, math.inf, 1.0, f"clamping, rounding and sampling would add {extra:.2g} to delta")
     both = []
@@ -234,7 +255,8 @@ def _view(inputs: ClaimInputs, sigma: float, terms: DeltaTerms) -> _View:
 
 
 def _local_view(inputs: ClaimInputs, std: float) -> _View:
-    return _view(inputs, std / inputs.clip_norm, local_terms(inputs.clip_norm, std, inputs.dimension))
+    sigma = std / (inputs.clip_norm * math.sqrt(inputs.per_person))
+    return _view(inputs, sigma, local_terms(inputs.clip_norm, std, inputs.dimension))
 
 
 def _central_view(inputs: ClaimInputs, std: float) -> _View:
@@ -246,14 +268,23 @@ def _central_view(inputs: ClaimInputs, std: float) -> _View:
         missing = "with two participants each knows the other's share of the sum"
     elif honest < 2 or inputs.colluders < 1:
         missing = f"min_survivors - colluders = {honest} leaves no noise but one's own"
+    elif honest < inputs.per_person:
+        missing = f"a person may be all that min_survivors - colluders = {honest} participants have"
     elif math.ldexp(std, inputs.scale_log2) < MIN_RING_STD:
         missing = f"the noise is below {MIN_RING_STD:g} ring steps"
     if missing:
         return _View(math.inf, math.inf, 1.0, missing)
     terms = central_terms(
-        inputs.clip_norm, std, inputs.dimension, inputs.ring_bits, inputs.scale_log2, inputs.qmax, honest
+        inputs.clip_norm,
+        std,
+        inputs.dimension,
+        inputs.ring_bits,
+        inputs.scale_log2,
+        inputs.qmax,
+        honest,
+        inputs.per_person,
     )
-    return _view(inputs, std / inputs.clip_norm * math.sqrt(honest), terms)
+    return _view(inputs, std / (inputs.clip_norm * inputs.per_person) * math.sqrt(honest), terms)
 
 
 def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Claim:
@@ -262,6 +293,9 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
     claimed_central = inputs.guarantee == "central" and not bar
     view = central if claimed_central else local
     assumptions = [_CSPRNG, _ROSTER]
+    person = inputs.per_person > 1
+    if person:
+        assumptions.append(_GROUP.format(per_person=inputs.per_person))
     if inputs.sample_rate < 1.0:
         assumptions.append(_COIN.format(rate=inputs.sample_rate))
     if claimed_central:
@@ -269,8 +303,12 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
         if observer == "coordinator":
             assumptions.append(_PINNED)
         theorem = f"Theorem 2 (central): sigma_eff = s sqrt({honest}) / C"
+        if person:
+            theorem = f"Theorem 4 (central, person): sigma_eff = s sqrt({honest}) / ({inputs.per_person} C)"
     else:
         theorem = "Theorem 1 (local): sigma_eff = s / C, own noise alone"
+        if person:
+            theorem = f"Theorem 3 (local, person): sigma_eff = s / (C sqrt({inputs.per_person})), own noise alone"
     if inputs.two_party and observer == "peers":
         assumptions.append("two participants: the peer knows this update up to its own noise")
     holds, why_not = True, ""
@@ -285,7 +323,7 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
     return Claim(
         observer=observer,
         guarantee="central" if claimed_central else "local",
-        unit=UNIT,
+        unit=inputs.unit,
         neighbours=NEIGHBOURS,
         epsilon=view.epsilon,
         delta=view.delta,

@@ -79,7 +79,13 @@ def _verify(options: argparse.Namespace) -> int:
 def _repair(options: argparse.Namespace) -> int:
     charge = None
     if options.own_noise is not None:
-        charge = Charge(options.own_noise, options.min_survivors, options.colluders, options.delta_extra)
+        charge = Charge(
+            options.own_noise,
+            options.min_survivors,
+            options.colluders,
+            options.delta_extra,
+            per_person=options.per_person,
+        )
     report = repair(options.path, options.head, options.charge_rounds, charge, options.identity)
     print(f"Repaired {options.path}; the damaged files are kept beside it as *.damaged-*.")
     _print_report(report)
@@ -133,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     mend.add_argument("--min-survivors", type=_whole, default=1, metavar="M", help="of each (default: %(default)s)")
     mend.add_argument("--colluders", type=_whole, default=0, metavar="K", help="of each (default: %(default)s)")
     mend.add_argument("--delta-extra", type=float, default=0.0, metavar="D", help="of each (default: %(default)s)")
+    mend.add_argument(
+        "--per-person", type=_whole, default=1, metavar="P", help="participants a person may be at (default: %(default)s)"
+    )
     mend.add_argument("--identity", type=_hex32, metavar="HEX", help="only if the first record cannot be read")
     return parser
 

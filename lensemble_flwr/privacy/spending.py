@@ -38,6 +38,8 @@ class Charge:
             of every budget it is held against. Above 1 or not a number is taken as 1: no guarantee.
         sample_rate: 1.0. Amplification by subsampling needs a coin that nobody ever sees.
         guarantee: which view the noise was sized for, ``local``, ``central`` or ``none``; recorded, not priced.
+        per_person: p, how many participants may hold data of one person, at least 1. With p > 1 the ledger counts for
+            a person: each of the p participants charges as if all of them had released.
 
     Raises:
         ConfigError: a value of the wrong type or range.
@@ -49,6 +51,7 @@ class Charge:
     delta_extra: float = 0.0
     sample_rate: float = 1.0
     guarantee: str = "local"
+    per_person: int = 1
 
     def __post_init__(self) -> None:
         own = _number("own_multiplier", self.own_multiplier)
@@ -56,7 +59,7 @@ class Charge:
         object.__setattr__(self, "own_multiplier", own if math.isfinite(own) else 0.0)
         object.__setattr__(self, "delta_extra", extra if extra <= 1.0 else 1.0)
         object.__setattr__(self, "sample_rate", _number("sample_rate", self.sample_rate))
-        for name, least in (("min_survivors", 1), ("colluders", 0)):
+        for name, least in (("min_survivors", 1), ("colluders", 0), ("per_person", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"Charge: {name}={value!r} must be a whole number of at least {least}.")
@@ -76,26 +79,29 @@ class Charge:
             return Spending(0, 0, _exact(self.delta_extra), endless=True)
         numerator, denominator = self.own_multiplier.as_integer_ratio()
         noisy = max(1, self.min_survivors - self.colluders)
-        local, central = (-(-_UNIT * denominator**2 // (numerator**2 * n)) for n in (1, noisy))
+        p = self.per_person
+        square = _UNIT * denominator**2 * p
+        local, central = (-(-square * min(p, n) // (numerator**2 * n)) for n in (1, noisy))
         return Spending(local, central, _exact(self.delta_extra))
 
     def mu2(self, view: str) -> float:
         """mu^2 of one such release against the observers of ``view``, rounded up; infinite without noise.
 
-        Local: (C/s)^2, own noise alone. Central: (C/s)^2 / (m - k), the noise of m - k participants in the sum; with
-        nobody else to rely on (m - k < 1) it equals local.
+        Local: p (C/s)^2, own noise alone. Central: (p C/s)^2 / (m - k), the noise of m - k participants in the sum, but
+        never above local, of which the sum is a function; with nobody else to rely on (m - k < 1) it equals local.
         """
         return self.units.mu2(view)
 
     def record(self) -> dict[str, Any]:
-        """The charge as plain JSON values (``sample_rate`` is left out while there is only one)."""
-        return {
+        """The charge as plain JSON values (``sample_rate`` is left out while there is only one, ``per_person`` if 1)."""
+        record: dict[str, Any] = {
             "own_multiplier": self.own_multiplier,
             "min_survivors": self.min_survivors,
             "colluders": self.colluders,
             "delta_extra": self.delta_extra,
             "guarantee": self.guarantee,
         }
+        return record if self.per_person == 1 else {**record, "per_person": self.per_person}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Charge:

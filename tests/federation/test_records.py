@@ -40,6 +40,7 @@ OPEN = RoundOpen(
     min_survivors=3,
     colluders=1,
     two_party=False,
+    per_person=2,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
