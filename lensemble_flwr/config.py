@@ -117,8 +117,8 @@ class PrivacyConfig:
         )
         _require(
             self.accountant not in ("moments", "legacy"),
-            f"privacy.accountant={self.accountant} is refused: the moments formula of the report that this project grew "
-            "out of is not a valid bound, it reports less than is spent (docs/privacy.md, section 11).",
+            f"privacy.accountant={self.accountant} is refused: the moments formula of that name is not a valid bound, "
+            "it reports less than is spent (docs/privacy.md, section 11).",
             "Use privacy.accountant=prv (exact) or rdp.",
         )
         _one_of("privacy.accountant", self.accountant, ("prv", "rdp"))

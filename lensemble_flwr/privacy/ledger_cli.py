@@ -140,7 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     mend.add_argument("--colluders", type=_whole, default=0, metavar="K", help="of each (default: %(default)s)")
     mend.add_argument("--delta-extra", type=float, default=0.0, metavar="D", help="of each (default: %(default)s)")
     mend.add_argument(
-        "--per-person", type=_whole, default=1, metavar="P", help="participants a person may be at (default: %(default)s)"
+        "--per-person",
+        type=_whole,
+        default=1,
+        metavar="P",
+        help="participants of a person (default: %(default)s)",
     )
     mend.add_argument("--identity", type=_hex32, metavar="HEX", help="only if the first record cannot be read")
     return parser

@@ -93,7 +93,7 @@ class Charge:
         return self.units.mu2(view)
 
     def record(self) -> dict[str, Any]:
-        """The charge as plain JSON values (``sample_rate`` is left out while there is only one, ``per_person`` if 1)."""
+        """The charge as plain JSON values (no ``sample_rate``, as there is only one; no ``per_person`` of 1)."""
         record: dict[str, Any] = {
             "own_multiplier": self.own_multiplier,
             "min_survivors": self.min_survivors,
