@@ -213,8 +213,16 @@ def test_overflow_is_infinite():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("epsilon", "delta", "rounds"),
-    [(1.0, 1e-5, 1), (8.0, 1e-5, 100), (0.01, 1e-5, 10), (0.1, 1e-10, 10**6), (300.0, 1e-6, 1), (1e5, 1e-300, 3)]
-    + [(6000.0, 1e-5, 1), (20.0, 1e-12, 10**9)],
+    [
+        (1.0, 1e-5, 1),
+        (8.0, 1e-5, 100),
+        (0.01, 1e-5, 10),
+        (0.1, 1e-10, 10**6),
+        (300.0, 1e-6, 1),
+        (1e5, 1e-300, 3),
+        (6000.0, 1e-5, 1),
+        (20.0, 1e-12, 10**9),
+    ],
 )
 def test_calibrated_sigma_is_the_smallest(name, epsilon, delta, rounds):
     made = build_accountant(name)
@@ -330,7 +338,7 @@ def test_no_case_takes_long_or_much(sigma, rate, count, delta):
     start = time.process_time()
     found = spent("prv", [(sigma, rate, count)], delta)
     assert time.process_time() - start < 6.0
-    assert 0.0 <= found <= gaussian.epsilon(math.sqrt(count) / sigma, delta)
+    assert 0.0 <= found <= gaussian.epsilon(math.sqrt(count) / sigma, delta) * (1 + 1e-12)
     width = module._composed_width(sigma, rate, count)
     assert width > 0.0
 
