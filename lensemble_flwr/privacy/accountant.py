@@ -31,11 +31,11 @@ MAX_SIGMA = 1e6
 """Largest noise multiplier that calibration returns."""
 
 _UNIT_LOG2 = 200
-_PLD_POINTS = 400_000  # about the size of a composed grid: a second and 100 MB
+_PLD_POINTS = 2_000_000  # a composed grid is no larger than about this: seconds and some 300 MB
 _PLD_INTERVAL = 1e-4  # the finest step; a wider loss gets a coarser grid, which is looser but no less sound
 _PLD_COARSEST = 10.0
-_PLD_STAGE = 1024
-_PLD_TAIL = 1e-18  # cut from each stage and charged to delta
+_PLD_STAGE = 1 << 20
+_PLD_TAIL = 1e-15  # cut from each stage and charged to delta
 _MOST_ROUNDS = 1 << 40  # beyond it nothing is asked of the costly backends
 _SLACK = 1e-7  # calibrated sigmas are this much larger, so that other roundings of the same budget agree
 
@@ -108,6 +108,10 @@ class _Composition(ABC):
         """Upper bound on epsilon of the full history; any value <= ``enough`` will do, so that costly bounds can be
         skipped."""
 
+    def _cheap(self, mu: float, sampled: _Sampled, delta: float) -> float:
+        """A bound that costs microseconds and is never below :meth:`_epsilon`; inf if there is none."""
+        return math.inf
+
     def step(self, *, noise_multiplier: float, sample_rate: float = 1.0, count: int = 1) -> None:
         _check_count(count)
         mu2, sampled, infinite = self._after(noise_multiplier, sample_rate, count)
@@ -155,6 +159,9 @@ class _Composition(ABC):
                 return True
             s, q = _positive(noise_multiplier), _positive(sample_rate)
             if count and s is not None and q is not None and q < 1.0 and not self._infinite:
+                mu2, sampled, _ = self._after(s, q, count)
+                if self._cheap(_root(mu2), sampled, float(target_delta)) <= target_epsilon:
+                    return False
                 done = self._sampled.get((s, q), 0)
                 others = tuple((*key, n) for key, n in sorted(self._sampled.items()) if key != (s, q))
                 history = (type(self), self._mu2, others, s, q)
@@ -271,9 +278,9 @@ class PRVAccountant(_Composition):
     name = "prv"
 
     def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
+        best = self._cheap(mu, sampled, delta)
         if not sampled:
-            return gaussian.epsilon(mu, delta)
-        best = gaussian.epsilon(_unamplified(mu, sampled), delta)
+            return best
         if mu == 0.0 and len(sampled) == 1 and sampled[0][2] == 1:
             return min(best, _single_sampled(*sampled[0][:2], delta))
         for bound in (_renyi_sampled, _pld_epsilon):
@@ -283,6 +290,9 @@ class PRVAccountant(_Composition):
             if value >= 0.0:
                 best = min(best, value)
         return best
+
+    def _cheap(self, mu: float, sampled: _Sampled, delta: float) -> float:
+        return gaussian.epsilon(_unamplified(mu, sampled) if sampled else mu, delta)
 
 
 class RDPAccountant(_Composition):
