@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.privacy.accountant import PRVAccountant
+from lensemble_flwr.privacy.mechanism import add_gaussian_noise
 
 MAX_ORDER = 64
 """Orders lambda = 2 .. 64, as in the report."""
@@ -103,7 +105,7 @@ class MomentsAccountant:
 
 
 class DPFederatedAggregator:
-    """Clip, average over a fixed public denominator, add noise, count who came.
+    """Clip, average over a fixed public denominator, add noise from the operating system, count who came.
 
     The mean is ``(sum of clipped + N(0, (z C)^2)) / denominator`` with the *public* ``denominator`` (the planned number
     of clients). With the actual number m instead, as in the report, m itself changes with one client, and the mean of m
@@ -113,13 +115,12 @@ class DPFederatedAggregator:
         clip_norm: C > 0, on the whole vector of a client.
         noise_multiplier: z > 0: noise std over C.
         denominator: planned number of clients, >= 1.
-        seed: of the noise. Replayable, hence never claimable; the product draws its noise elsewhere.
 
     Raises:
         ContractViolation: a value out of range.
     """
 
-    def __init__(self, clip_norm: float, noise_multiplier: float, denominator: int, seed: int = 0) -> None:
+    def __init__(self, clip_norm: float, noise_multiplier: float, denominator: int) -> None:
         for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
             if not 0.0 < value < math.inf:
                 raise ContractViolation(f"{name}={value!r} must be positive and finite.")
@@ -129,7 +130,6 @@ class DPFederatedAggregator:
         self.accountant = MomentsAccountant()
         self.rounds = 0
         self._seen: Counter[str] = Counter()
-        self._rng = np.random.default_rng(seed)
 
     def clip_gradients(self, gradients: ArrayLike) -> np.ndarray:
         """One client's gradient clipped to Euclidean norm C **as a whole**, whatever its shape; float64, same shape.
@@ -170,15 +170,15 @@ class DPFederatedAggregator:
             raise ContractViolation(f"The gradients of a round have different shapes: {sorted(map(str, shapes))}.")
         if len(clipped) > self.denominator:
             raise ContractViolation(f"{len(clipped)} clients are more than the {self.denominator} that were planned.")
+        total = torch.from_numpy(np.asarray(sum(clipped.values(), np.zeros(shapes.pop()))))
         if record_privacy:
             self.accountant.accumulate(self.noise_multiplier)
         else:
             self.accountant.forget_round()
         self.rounds += 1
         self._seen.update(list(clipped))
-        total = sum(clipped.values(), np.zeros(shapes.pop()))
-        noise = self._rng.normal(0.0, self.noise_multiplier * self.clip_norm, size=total.shape)
-        return np.asarray((total + noise) / self.denominator)
+        noised = add_gaussian_noise(total, self.clip_norm, self.noise_multiplier)
+        return np.asarray(noised.numpy() / self.denominator)
 
     def frequencies(self) -> dict[str, float]:
         """Share of the rounds that each client took part in. A diagnostic: it is no sampling rate and enters no

@@ -202,26 +202,25 @@ def test_an_unrecorded_round_is_unknown_not_free():
 
 @pytest.mark.parametrize("came", [1, 3, 10])
 def test_noise_does_not_depend_on_how_many_came(came):
-    """std z C / 10 whoever comes (5 standard errors); by the report's rule it would be z C / came, and a mean over the
+    """std z C / 10 whoever comes (6 standard errors); by the report's rule it would be z C / came, and a mean over the
     actual number moves by nearly 2 C / m when one of m clients with opposite gradients is missing."""
-    made = DPFederatedAggregator(2.0, 1.5, 10, seed=7)
+    made = DPFederatedAggregator(2.0, 1.5, 10)
     size = 40_000
     noise = made.aggregate_round({str(i): np.zeros(size) for i in range(came)})
-    assert noise.std() == pytest.approx(2.0 * 1.5 / 10, rel=5 / math.sqrt(2 * size))
+    assert noise.std() == pytest.approx(2.0 * 1.5 / 10, rel=6 / math.sqrt(2 * size))
     with_it, without = np.mean([1.0] * 9 + [-1.0]), np.mean([1.0] * 9)
     assert abs(with_it - without) == pytest.approx(0.2)  # 2 C / m at m = 10, not C / m
 
 
-def test_the_mean_and_determinism():
-    one, other = (DPFederatedAggregator(1.0, 1e-9, 4, seed=3) for _ in range(2))
+def test_the_mean_and_fresh_noise():
+    made = DPFederatedAggregator(1.0, 1e-9, 4)
     gradients = {"a": [[0.1, 0.2]], "b": [[0.3, 0.2]]}
-    assert one.aggregate_round(gradients) == pytest.approx(np.array([[0.1, 0.1]]), abs=1e-7)
-    assert np.array_equal(one.aggregate_round(gradients), other.aggregate_round(gradients)) is False
-    other.aggregate_round(gradients)
-    assert np.array_equal(one.aggregate_round(gradients), other.aggregate_round(gradients))
+    first = made.aggregate_round(gradients)
+    assert first == pytest.approx(np.array([[0.1, 0.1]]), abs=1e-7)
+    assert not np.array_equal(first, made.aggregate_round(gradients)), "the noise is drawn anew"
     scalar = DPFederatedAggregator(1.0, 1e-9, 2).aggregate_round({"a": 0.5, "b": 0.25})
-    assert scalar.shape == ()
-    assert scalar == pytest.approx(0.375, abs=1e-6)
+    assert np.shape(scalar) == ()
+    assert float(scalar) == pytest.approx(0.375, abs=1e-6)
 
 
 def test_frequencies_are_a_diagnostic():
