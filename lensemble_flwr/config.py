@@ -102,6 +102,7 @@ class PrivacyConfig:
     accountant: str
     guarantee: str
     claim: tuple[str, ...]
+    max_participants_per_person: int
     mechanism: str
     on_exhausted: str
     accept_noise: bool
@@ -129,7 +130,17 @@ class PrivacyConfig:
             f"privacy.sample_rate={self.sample_rate!r} without privacy would only lose updates.",
             "Use privacy.sample_rate=1, or privacy.enabled=true.",
         )
+        _require(
+            self.accountant not in ("moments", "legacy"),
+            f"privacy.accountant={self.accountant} is refused: the moments formula of that name is not a valid bound, "
+            "it reports less than is spent (docs/privacy.md, section 15).",
+            "Use privacy.accountant=prv (exact) or rdp.",
+        )
         _one_of("privacy.accountant", self.accountant, ("prv", "rdp"))
+        _require(
+            self.max_participants_per_person >= 1,
+            f"privacy.max_participants_per_person must be at least 1, not {self.max_participants_per_person}.",
+        )
         _one_of("privacy.guarantee", self.guarantee, ("local", "central"))
         for observer in self.claim:
             _one_of("privacy.claim", observer, OBSERVERS)
@@ -138,6 +149,12 @@ class PrivacyConfig:
             self.sample_rate == 1 or self.mechanism == "gaussian",
             f"privacy.sample_rate={self.sample_rate!r} with privacy.mechanism={self.mechanism} is not accounted for.",
             "Use privacy.mechanism=gaussian, or privacy.sample_rate=1.",
+        )
+        _require(
+            self.max_participants_per_person == 1 or (self.sample_rate == 1 and self.mechanism == "gaussian"),
+            f"privacy.max_participants_per_person={self.max_participants_per_person} is accounted for only with "
+            "privacy.mechanism=gaussian and privacy.sample_rate=1.",
+            "Use those, or let a person's data lie with one participant.",
         )
         _one_of("privacy.on_exhausted", self.on_exhausted, ("stop", "leave"))
         _one_of("privacy.entropy", self.entropy, ("csprng", "replay"))
@@ -359,6 +376,12 @@ class Config:
                 f"secagg.threshold={t} is unsafe or impossible for {n} participants and {k} colluders: "
                 f"it must lie in ({(n + k) / 2:g}, {n}].",
             )
+        people = privacy.max_participants_per_person
+        _require(
+            people <= n,
+            f"privacy.max_participants_per_person={people} is more than federation.participants={n}.",
+            f"Use at most {n}: a person cannot be at more participants than there are.",
+        )
         if privacy.enabled:
             _require(
                 privacy.target_delta < 1 / n,
@@ -375,6 +398,13 @@ class Config:
                     secagg.min_survivors - k >= 2,
                     f"privacy.guarantee=central needs secagg.min_survivors - secagg.assumed_colluders >= 2, "
                     f"not {secagg.min_survivors} - {k}.",
+                )
+                _require(
+                    people <= secagg.min_survivors - k,
+                    f"privacy.guarantee=central with privacy.max_participants_per_person={people} needs at least as "
+                    f"many unknown noises in a sum, secagg.min_survivors - secagg.assumed_colluders = "
+                    f"{secagg.min_survivors} - {k}: else the sum hides no more than updates seen one by one.",
+                    "Raise secagg.min_survivors, or use privacy.guarantee=local.",
                 )
                 t = secagg.threshold if secagg.threshold is not None else max(2 * n // 3, (n + k) // 2) + 1
                 _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")

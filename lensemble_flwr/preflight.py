@@ -92,7 +92,8 @@ class Preflight:
             if plan.guarantee != Guarantee.CENTRAL:
                 return plan.noise_std
             m = max(plan.colluders + 2, math.floor(share * n))
-            return own_noise_std("central", plan.noise_multiplier, plan.clip_norm, m, plan.colluders)
+            m = max(m, plan.colluders + plan.per_person)
+            return own_noise_std("central", plan.noise_multiplier, plan.clip_norm, m, plan.colluders, plan.per_person)
 
         rate = plan.participation.rate
         participants = fewest_participants(std, plan.dimension, plan.clip_norm, sample_rate=rate)

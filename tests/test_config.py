@@ -54,6 +54,15 @@ def test_default_is_quickstart() -> None:
         (r"model.name=$\{oc.env\:HOME\}", "interpolation|cannot be read"),
         (r"model.name='$\{oc.env\:HOME}'", "interpolation|cannot be read"),
         ("hydra.run.dir=x", "adds, removes"),
+        ("privacy.accountant=moments", "not a valid bound"),
+        ("privacy.accountant=legacy", "not a valid bound"),
+        ("privacy.accountant=gdp", "prv"),
+        ("privacy.max_participants_per_person=0", "at least 1"),
+        ("experiment=linear privacy.max_participants_per_person=5", "more than federation.participants=4"),
+        (
+            "experiment=linear privacy.guarantee=central privacy.max_participants_per_person=3",
+            "no more than updates seen one by one",
+        ),
         ("seed=-1", ">= 0"),
         ("seed", "key=value"),
         ("diloco.rounds=[1", "cannot be read"),
@@ -131,3 +140,11 @@ def test_two_parties_need_consent_and_the_local_guarantee() -> None:
     assert load_config(two).secagg.allow_two_party
     with pytest.raises(ConfigError, match="more than two"):
         load_config(two + " privacy.guarantee=central")
+
+
+@pytest.mark.parametrize("other", ["privacy.sample_rate=0.5", "privacy.mechanism=discrete_gaussian"])
+def test_what_is_accounted_for_singly_is_refused_together(other: str) -> None:
+    with pytest.raises(ConfigError, match="max_participants_per_person"):
+        load_config(f"privacy.max_participants_per_person=2 {other}")
+    with pytest.raises(ConfigError, match="not accounted for"):
+        load_config("privacy.sample_rate=0.5 privacy.mechanism=discrete_gaussian")

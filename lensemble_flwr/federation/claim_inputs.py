@@ -39,6 +39,7 @@ def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
         accountant=privacy.accountant,
         two_party=plan.two_party,
         mechanism=privacy.mechanism,
+        per_person=plan.per_person,
     )
 
 

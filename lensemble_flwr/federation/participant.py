@@ -197,6 +197,7 @@ class SiteParticipant:
             (opened.participation, plan.participation),
             (opened.pinned, config.secagg.pinned),
             (opened.consistency, config.secagg.compares_views),
+            (opened.per_person, plan.per_person),
             (opened.ring_bits, plan.ring.bits),
             (opened.scale_log2, plan.ring.scale_log2),
             (opened.clip_norm, plan.clip_norm),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from lensemble_flwr.config import Config, config_hash
@@ -54,6 +54,8 @@ class Plan:
 
     participation: SecretParticipation = ALWAYS
     """The secret coin that each participant throws for itself."""
+    per_person: int = 1
+    """How many participants may hold data of one person; the noise is sized for a person."""
 
     @property
     def charge(self) -> Charge:
@@ -68,6 +70,7 @@ class Plan:
             self.colluders,
             self.delta_extra,
             self.participation,
+            self.per_person,
         )
 
 
@@ -92,6 +95,7 @@ def charge(
     colluders: int,
     extra: float,
     participation: SecretParticipation,
+    per_person: int,
 ) -> Charge:
     """The ledger's charge for one release."""
     own = std / clip if guarantee != Guarantee.NONE else 0.0
@@ -102,6 +106,7 @@ def charge(
         delta_extra=extra,
         guarantee=guarantee.name.lower(),
         participation=participation,
+        per_person=per_person,
     )
 
 
@@ -159,6 +164,7 @@ def make_plan(config: Config, n: int, dimension: int) -> Plan:
         delta_extra=extra,
         discrete=price,
         participation=SecretParticipation(privacy.sample_rate),
+        per_person=privacy.max_participants_per_person,
     )
 
 
@@ -175,8 +181,10 @@ def _calibrate(config: Config, delta: float) -> float:
 def _ring_and_extra(
     config: Config, guarantee: Guarantee, sigma: float, n: int, dimension: int, m: int, k: int
 ) -> tuple[float, RingParams, float]:
-    std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k)
-    ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(config.privacy.clip_norm, std), dimension)
+    people = config.privacy.max_participants_per_person
+    std = own_noise_std(guarantee.name.lower(), sigma, config.privacy.clip_norm, m, k, people)
+    bound = ring_bound(config.privacy.clip_norm, std, people)
+    ring = RingParams.for_range(config.secagg.ring_bits, n, bound, dimension)
     extra = release_delta(
         noise_std=std,
         clip_norm=config.privacy.clip_norm,
@@ -186,6 +194,7 @@ def _ring_and_extra(
         roster=n,
         min_survivors=m,
         colluders=k,
+        per_person=people,
     )
     return std, ring, extra
 
@@ -278,6 +287,7 @@ def round_open(
         sample_rate=plan.participation.rate,
         pinned=config.secagg.pinned,
         consistency=config.secagg.compares_views,
+        per_person=plan.per_person,
         roster=roster,
     )
 
@@ -308,7 +318,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
         if opened.mechanism == Mechanism.DISCRETE_GAUSSIAN:
             price = _priced(release_price, opened)
             return discrete_charge(Guarantee(opened.guarantee), opened.min_survivors, opened.colluders, price)
-        extra = _priced(release_delta, opened)
+        extra = _priced(partial(release_delta, per_person=opened.per_person), opened)
     return charge(
         Guarantee(opened.guarantee),
         opened.noise_std,
@@ -317,6 +327,7 @@ def opened_charge(opened: RoundOpen) -> Charge:
         opened.colluders,
         extra,
         opened.participation,
+        opened.per_person,
     )
 
 

@@ -29,9 +29,11 @@ class Policy:
 
     ``max_epsilon_*`` (null: this view is not limited) at ``delta`` hold over the site's whole life; ``min_own_noise``
     is the smallest own noise std over C; ``min_survivors``, ``min_colluders``, ``min_roster``, ``max_clip_norm`` and
-    ``max_inner_steps`` bound what a RoundOpen may say; ``allow_replay`` is written only by simulated sites;
-    ``log_releases`` keeps a copy of every release (noised) at the site, for audits; ``require_roster`` refuses rounds
-    while no roster is pinned here, ``require_consistency`` rounds in which the members do not compare what they see.
+    ``max_inner_steps`` bound what a RoundOpen may say; ``min_participants_per_person`` is how many participants, this
+    site included, its operator believes may hold data of one person; ``allow_replay`` is written only by simulated
+    sites; ``log_releases`` keeps a copy of every release (noised) at the site, for audits; ``require_roster`` refuses
+    rounds while no roster is pinned here, ``require_consistency`` rounds in which the members do not compare what they
+    see.
 
     ``allow_sampling`` lets rounds count with a secret coin (``sample_rate`` below 1). The site throws that coin itself,
     from its own operating system, so no other party has to be believed. It is off unless the operator turns it on all
@@ -52,6 +54,7 @@ class Policy:
     min_own_noise: float = 0.0
     min_survivors: int = 3
     min_colluders: int = 1
+    min_participants_per_person: int = 1
     max_clip_norm: float | None = None
     max_inner_steps: int | None = None
     min_roster: int = 3
@@ -124,6 +127,11 @@ class Policy:
             rule(not strangers, "roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
         rule(opened.consistency or not self.require_consistency, "require_consistency", "views are not compared")
         rule(opened.colluders >= self.min_colluders, "min_colluders", f"it assumes {opened.colluders}")
+        rule(
+            opened.per_person >= self.min_participants_per_person,
+            "min_participants_per_person",
+            f"it counts with one person's data at {opened.per_person} participants",
+        )
         if opened.private:
             own = opened.noise_std / opened.clip_norm
             rule(own >= self.min_own_noise, "min_own_noise", f"own noise is {own:.6g} C")

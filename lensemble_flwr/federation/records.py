@@ -44,6 +44,8 @@ class RoundOpen(Record):
     ``noise_std`` (s) is the standard deviation of each participant's own noise per coordinate, in model units;
     ``clip_norm`` (C) the L2 bound of each update; ring coordinates are multiples of ``2**-scale_log2``.
     ``sample_rate`` (q) is the rate of each participant's secret coin; 1: no coin.
+    ``per_person`` (p) is how many participants, of this roster or not, may hold data of one person: every site charges
+    for it.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
     ``pinned``: a participant without a pinned roster refuses; ``consistency``: views are compared before unmasking.
     """
@@ -79,6 +81,7 @@ class RoundOpen(Record):
     sample_rate: float = wire(F64)
     pinned: bool = wire(U8)
     consistency: bool = wire(U8)
+    per_person: int = wire(U32)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
@@ -90,8 +93,13 @@ class RoundOpen(Record):
             raise ContractViolation(f"Unknown mechanism {self.mechanism}.")
         if not 0.0 < self.sample_rate <= 1.0 or (self.sample_rate != 1.0 and not self.private):
             raise ContractViolation(f"A round cannot have the sample rate {self.sample_rate!r}.")
-        if self.sample_rate != 1.0 and self.mechanism != Mechanism.GAUSSIAN:
-            raise ContractViolation("A discrete Gaussian under a secret coin is not accounted for.")
+        if self.per_person < 1:
+            raise ContractViolation(f"A person cannot be at {self.per_person} participants.")
+        special = (self.sample_rate != 1.0, self.mechanism != Mechanism.GAUSSIAN, self.per_person != 1)
+        if sum(special) > 1:
+            raise ContractViolation(
+                "A secret coin, a discrete Gaussian and persons at several participants are accounted for singly only."
+            )
 
     @property
     def participation(self) -> SecretParticipation:

@@ -16,28 +16,29 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
 from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.joint import joint_gaussian_mu as joint_gaussian_mu
 
 STATE_VERSION = 1
 MAX_SIGMA = 1e6
 """Largest noise multiplier that calibration returns."""
 
 _UNIT_LOG2 = 200
-_PLD_POINTS = 2_000_000  # more grid points than this take minutes or gigabytes: such a bound counts as infinite
-_PLD_COMPOSED = 16_000_000  # the same for the grid after composition, of which less is needed
-_PLD_INTERVAL = 1e-4
+_PLD_POINTS = 2_000_000  # a composed grid is no larger than about this: seconds and some 300 MB
+_PLD_INTERVAL = 1e-4  # the finest step; a wider loss gets a coarser grid, which is looser but no less sound
+_PLD_COARSEST = 10.0
+_PLD_STAGE = 1 << 20
+_PLD_TAIL = 1e-15  # cut from each stage and charged to delta
+_MOST_ROUNDS = 1 << 40  # beyond it nothing is asked of the costly backends
 _SLACK = 1e-7  # calibrated sigmas are this much larger, so that other roundings of the same budget agree
-_EXACT_JOINT = 24  # joint releases up to this size are decided in rational arithmetic
 
 
 @runtime_checkable
@@ -80,7 +81,11 @@ class Accountant(Protocol):
         sample_rate: float = 1.0,
         count: int = 1,
     ) -> bool:
-        """Whether ``count`` more releases could pass the target. False only if they were shown not to."""
+        """Whether ``count`` more releases could pass the target. False only if they were shown not to.
+
+        Microseconds at ``sample_rate=1``. Below it the first question about a (sigma, rate) on top of a given history
+        of other releases finds how many rounds of that kind fit (seconds); the next ones look that number up.
+        """
         ...
 
 
@@ -104,11 +109,33 @@ class _Composition(ABC):
         """Upper bound on epsilon of the full history; any value <= ``enough`` will do, so that costly bounds can be
         skipped."""
 
+    def _cheap(self, mu: float, sampled: _Sampled, delta: float) -> float:
+        """A bound that costs microseconds and is never below :meth:`_epsilon`; inf if there is none."""
+        return math.inf
+
     def step(self, *, noise_multiplier: float, sample_rate: float = 1.0, count: int = 1) -> None:
         _check_count(count)
         mu2, sampled, infinite = self._after(noise_multiplier, sample_rate, count)
         self._mu2, self._infinite, self._cache = mu2, infinite, None
         self._sampled = {(sigma, rate): n for sigma, rate, n in sampled}
+
+    def step_mu(self, *, mu: float, count: int = 1) -> None:
+        """Account for ``count`` Gaussian releases of this mu each, such as joint ones (:func:`joint_gaussian_mu`).
+
+        The same as ``step(noise_multiplier=1 / mu)`` without the rounding of 1 / mu. A mu that is no number >= 0, or
+        infinite, spends everything.
+
+        Raises:
+            ContractViolation: ``count`` is no integer >= 0.
+        """
+        _check_count(count)
+        value = 0.0 if mu == 0.0 and type(mu) in (int, float) else _positive(mu)
+        if value is None and count:
+            self._infinite = True
+        elif value is not None:
+            top, bottom = value.as_integer_ratio()
+            self._mu2 += count * -(-(top * top << _UNIT_LOG2) // (bottom * bottom))
+        self._cache = None
 
     def spent(self, *, target_delta: float) -> float:
         delta = _check_delta(target_delta)
@@ -131,6 +158,15 @@ class _Composition(ABC):
         try:
             if not (0.0 <= target_epsilon and 0.0 < target_delta < 1.0):
                 return True
+            s, q = _positive(noise_multiplier), _positive(sample_rate)
+            if count and s is not None and q is not None and q < 1.0 and not self._infinite:
+                mu2, sampled, _ = self._after(s, q, count)
+                if self._cheap(_root(mu2), sampled, float(target_delta)) <= target_epsilon:
+                    return False
+                done = self._sampled.get((s, q), 0)
+                others = tuple((*key, n) for key, n in sorted(self._sampled.items()) if key != (s, q))
+                history = (type(self), self._mu2, others, s, q)
+                return done + count > _rounds_allowed(*history, float(target_epsilon), float(target_delta))
             after = self._after(noise_multiplier, sample_rate, count)
             return not self._bound(*after, float(target_delta), float(target_epsilon)) <= target_epsilon
         except (TypeError, ValueError, ArithmeticError):
@@ -253,9 +289,9 @@ class PRVAccountant(_Composition):
     name = "prv"
 
     def _epsilon(self, mu: float, sampled: _Sampled, delta: float, enough: float = 0.0) -> float:
+        best = self._cheap(mu, sampled, delta)
         if not sampled:
-            return gaussian.epsilon(mu, delta)
-        best = gaussian.epsilon(_unamplified(mu, sampled), delta)
+            return best
         if mu == 0.0 and len(sampled) == 1 and sampled[0][2] == 1:
             return min(best, _single_sampled(*sampled[0][:2], delta))
         for bound in (_renyi_sampled, _pld_epsilon):
@@ -265,6 +301,9 @@ class PRVAccountant(_Composition):
             if value >= 0.0:
                 best = min(best, value)
         return best
+
+    def _cheap(self, mu: float, sampled: _Sampled, delta: float) -> float:
+        return gaussian.epsilon(_unamplified(mu, sampled) if sampled else mu, delta)
 
 
 class RDPAccountant(_Composition):
@@ -289,6 +328,45 @@ def build_accountant(name: str) -> PRVAccountant | RDPAccountant:
     if not isinstance(name, str) or name not in _BACKENDS:
         raise ConfigError(f"privacy.accountant={name!r} is unknown.", f"Use one of {', '.join(_BACKENDS)}.")
     return _BACKENDS[name]()  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=256)
+def _rounds_allowed(
+    kind: type[_Composition], mu2: int, others: _Sampled, sigma: float, rate: float, epsilon: float, delta: float
+) -> int:
+    """Most rounds at (sigma, rate < 1) that fit into the target beside the other releases; -1 if those alone do not.
+
+    The answer was seen to fit and one round more was seen not to. Fewer rounds spend no more, so they fit too.
+    """
+    accountant = kind()
+
+    def needed(count: int) -> float:
+        sampled = ((sigma, rate, count),) if count else ()
+        return accountant._bound(mu2, tuple(sorted((*others, *sampled))), False, delta)
+
+    low, high, at_low, at_high = -1, 1, 0.0, needed(1)
+    if not at_high <= epsilon:
+        return 0 if needed(0) <= epsilon else -1
+    while at_high <= epsilon:
+        if high >= _MOST_ROUNDS:
+            return high
+        low, at_low = high, at_high
+        # epsilon grows about like sqrt(rounds) at first, like rounds later
+        guess = 2.0 if not at_low > 0.0 else min(64.0, max(1.1, 1.05 * (epsilon / at_low) ** 1.5))
+        high = min(_MOST_ROUNDS, max(high + 1, math.ceil(high * guess)))
+        at_high = needed(high)
+    bisect = False
+    while high - low > 1:  # by interpolation, and by halves when that does not move
+        width = high - low
+        share = (epsilon - at_low) / (at_high - at_low) if at_high < math.inf and at_high > at_low else 0.5
+        middle = low + (width // 2 if bisect else min(width - 1, max(1, round(width * share))))
+        value = needed(middle)
+        if value <= epsilon:
+            low, at_low = middle, value
+        else:
+            high, at_high = middle, value
+        bisect = 2 * (high - low) > width
+    return low
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -438,17 +516,18 @@ def _padded(epsilon: float) -> float:
 
 def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
     """Privacy-loss distributions of dp-accounting, rounded pessimistically; inf when too large, or on failure."""
-    releases = [*sampled, *([(1.0 / mu, 1.0, 1)] if mu > 0.0 else [])]
-    width = sum(_loss_width(sigma, rate) for sigma, rate, _ in releases)
-    if not width / _PLD_INTERVAL <= _PLD_POINTS:
-        return math.inf
     try:
-        if not _composed_width(releases) / _PLD_INTERVAL <= _PLD_COMPOSED:
-            return math.inf
+        releases = [*sampled, *([(1.0 / mu, 1.0, 1)] if mu > 0.0 else [])]
+        width = sum(_composed_width(sigma, rate, count) for sigma, rate, count in releases)
+        interval = _PLD_INTERVAL
+        while not width / interval <= _PLD_POINTS:
+            interval *= 2.0
+            if interval > _PLD_COARSEST:
+                return math.inf
         total = None
         for sigma, rate, count in releases:
-            one = _pld_single(sigma, rate)
-            many = one.self_compose(count) if count > 1 else one
+            one = _pld(sigma, rate, interval)
+            many = _composed(one, count)
             total = many if total is None else total.compose(many)
         assert total is not None
         return _padded(total.get_epsilon_for_delta(delta))
@@ -456,15 +535,28 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
         return math.inf
 
 
-@lru_cache(maxsize=16)
-def _pld_single(sigma: float, rate: float) -> Any:
-    """The table of one (sigma, rate), most of the work: the losses of both directions, a round with the update against
-    one without and the reverse. Each is composed with its like, and the larger epsilon of the two counts."""
+@lru_cache(maxsize=32)
+def _pld(sigma: float, rate: float, interval: float) -> Any:
+    """The privacy-loss distribution of one release, rounded pessimistically."""
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     return pld.from_gaussian_mechanism(
-        sigma, sampling_prob=rate, value_discretization_interval=_PLD_INTERVAL, pessimistic_estimate=True
+        sigma, sampling_prob=rate, value_discretization_interval=interval, pessimistic_estimate=True
     )
+
+
+def _composed(one: Any, count: int) -> Any:
+    """``count`` releases composed, at most _PLD_STAGE at a time: dp-accounting cuts tails at orders that fit the width
+    of what it composes, so a great many narrow losses at once would get a grid far wider than their sum is."""
+    total = None
+    while True:
+        count, left = divmod(count, _PLD_STAGE)
+        if left:
+            many = one.self_compose(left, _PLD_TAIL) if left > 1 else one
+            total = many if total is None else total.compose(many)
+        if not count:
+            return total
+        one = one.self_compose(_PLD_STAGE, _PLD_TAIL)
 
 
 def _loss_width(sigma: float, rate: float) -> float:
@@ -473,13 +565,28 @@ def _loss_width(sigma: float, rate: float) -> float:
     return 2.0 * max(0.0, largest + math.log(rate)) + 20.0 * rate / sigma
 
 
-def _composed_width(releases: Sequence[tuple[float, float, int]]) -> float:
-    """About the width of the composed loss: 20 of its standard deviations, but no more than all the single widths."""
-    total = 0.0
-    for sigma, rate, count in releases:
-        deviation = rate * math.sqrt(count * math.expm1(min(700.0, sigma**-2.0)))
-        total += min(20.0 * deviation, count * _loss_width(sigma, rate))
-    return total
+def _composed_width(sigma: float, rate: float, count: int) -> float:
+    """About the width of the grid of :func:`_composed`, whose tails are cut by Chernoff's bound at orders k / width."""
+    width = _loss_width(sigma, rate)
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.linspace(-12.0 * sigma, 1.0 + 12.0 * sigma, 4001)
+        loss = np.logaddexp(math.log1p(-rate) if rate < 1.0 else -math.inf, math.log(rate) + (x - 0.5) / sigma**2)
+        null = np.exp(-0.5 * (x / sigma) ** 2)
+        weights = (1.0 - rate) * null + rate * np.exp(-0.5 * ((x - 1.0) / sigma) ** 2)
+        variance = max(_variance(loss, null), _variance(loss, weights))
+    while count > 1:
+        step = min(count, _PLD_STAGE)
+        orders = np.arange(1, 21) / width
+        width += 2.0 * float(np.min(step * variance * orders / 2.0 - math.log(_PLD_TAIL / 4.0) / orders))
+        variance *= step
+        count = -(-count // step)
+    return width
+
+
+def _variance(values: np.ndarray, weights: np.ndarray) -> float:
+    weights = weights / weights.sum()
+    mean = float(weights @ values)
+    return float(weights @ (values - mean) ** 2)
 
 
 def _single_sampled(sigma: float, rate: float, delta: float) -> float:
@@ -567,85 +674,3 @@ def sampled_within(mu: float, sampled: _Sampled, epsilon: float, delta: float) -
             break
         step = tuple(more // 2 for more in step)
     return True
-
-
-# --- correlated releases ---------------------------------------------------------------------------------------------
-
-
-def joint_gaussian_mu(cov: ArrayLike, shift: ArrayLike) -> float:
-    """mu of one release of a Gaussian vector whose mean moves by ``shift`` between neighbours: sqrt(m^T Sigma^-1 m).
-
-    Args:
-        cov: covariance, shape (n, n), symmetric positive semi-definite.
-        shift: difference of the means, shape (n,).
-
-    Returns:
-        mu, rounded up; inf when the shift leaves the range of a singular covariance (the neighbours are then told
-        apart with certainty), when that cannot be excluded, or when an entry is not finite. Up to n = 24 a matrix that
-        is positive semi-definite as given is decided in rational arithmetic; a larger one, or one that is so only up to
-        rounding, by eigenvalues, with every doubtful one taken as zero.
-
-    Raises:
-        ConfigError: wrong shapes, not symmetric, or a clearly negative eigenvalue.
-    """
-    try:
-        sigma, m = np.array(cov, dtype=np.float64), np.array(shift, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError("The covariance and the shift must be arrays of numbers.") from error
-    if m.ndim != 1 or m.size == 0 or sigma.shape != (m.size, m.size):
-        raise ConfigError(f"Shapes {sigma.shape} and {m.shape} are no covariance and shift.", "Use (n, n) and (n,).")
-    if not (np.isfinite(sigma).all() and np.isfinite(m).all()):
-        return math.inf
-    if not np.array_equal(sigma, sigma.T):
-        if not np.allclose(sigma, sigma.T, rtol=1e-12, atol=0.0):
-            raise ConfigError("The covariance is not symmetric.")
-        sigma = (sigma + sigma.T) / 2
-    if not m.any():
-        return 0.0
-    squared = _exact_square(sigma, m) if m.size <= _EXACT_JOINT else None
-    if squared is None:
-        squared = _eigen_square(sigma, m)
-    return math.nextafter(math.sqrt(squared) * (1.0 + 4e-16), math.inf) if squared < math.inf else math.inf
-
-
-def _exact_square(sigma: np.ndarray, m: np.ndarray) -> float | None:
-    """m^T Sigma^-1 m by rational elimination; inf outside the range; None if Sigma as given is not semi-definite."""
-    n = m.size
-    rows = [[Fraction(float(v)) for v in row] for row in sigma]
-    rest = [Fraction(float(v)) for v in m]
-    total = Fraction(0)
-    outside = False
-    for i in range(n):  # in order: a zero pivot of a semi-definite matrix has a zero row, so nothing is lost
-        pivot = rows[i][i]
-        if pivot < 0 or (pivot == 0 and any(rows[i][j] for j in range(i, n))):
-            return None
-        if pivot == 0:
-            outside = outside or rest[i] != 0
-            continue
-        total += rest[i] * rest[i] / pivot
-        for j in range(i + 1, n):
-            factor = rows[i][j] / pivot
-            if factor:
-                rest[j] -= factor * rest[i]
-                for k in range(j, n):
-                    rows[j][k] -= factor * rows[i][k]  # the upper triangle is enough
-    if outside:
-        return math.inf
-    try:
-        return math.nextafter(float(total), math.inf)
-    except OverflowError:
-        return math.inf
-
-
-def _eigen_square(sigma: np.ndarray, m: np.ndarray) -> float:
-    values, vectors = np.linalg.eigh(sigma)
-    size = float(np.abs(values).max())
-    tolerance = 8.0 * m.size * 2.0**-52
-    if values[0] < -tolerance * size:
-        raise ConfigError(f"The covariance has a negative eigenvalue, {values[0]:.6g}.")
-    parts = vectors.T @ m
-    null = values <= tolerance * size
-    if (np.abs(parts[null]) > tolerance * float(np.linalg.norm(m))).any():
-        return math.inf
-    good = ~null
-    return float(np.sum(parts[good] ** 2 / values[good])) * (1.0 + tolerance)

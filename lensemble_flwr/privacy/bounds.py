@@ -43,13 +43,13 @@ class DeltaTerms:
         return (self.clamp + self.aliasing + self.sampler) * (1.0 + 2.0**-50)
 
 
-def ring_bound(clip_norm: float, noise_std: float) -> float:
-    """The range a ring should hold per participant and coordinate: 1.5 C + 10 s.
+def ring_bound(clip_norm: float, noise_std: float, per_person: int = 1) -> float:
+    """The range a ring should hold per participant and coordinate: 1.5 C + 10 s (2 C + 10 s for p > 1).
 
-    C + 10 s keeps honest updates inside. The other C/2 is for the proof of the central view, which spreads one update
-    evenly over h >= 2 participants; without it the clamp term grows for own noise below about C/6.
+    C + 10 s keeps honest updates inside. The rest is for the proof of the central view, which spreads the p updates of
+    one person evenly over h >= max(2, p) participants; without it the clamp term grows for own noise below about C/6.
     """
-    return 1.5 * clip_norm + TAIL * noise_std
+    return (1.5 if per_person == 1 else 2.0) * clip_norm + TAIL * noise_std
 
 
 def release_delta(
@@ -62,8 +62,12 @@ def release_delta(
     roster: int,
     min_survivors: int,
     colluders: int,
+    per_person: int = 1,
 ) -> float:
     """What one release adds to delta, in whichever view, at every epsilon.
+
+    For a person at p participants it is p times the term of a round, so that the p ledgers, each of which knows its
+    own rounds only, bound the person's total (docs/privacy.md, section 13).
 
     Args:
         noise_std: s, each participant's own.
@@ -73,23 +77,25 @@ def release_delta(
         dimension: d.
         roster: n, which fixes qmax.
         min_survivors: m.
-        colluders: k. With m - k < 2 there is no central view and only the local term is added.
+        colluders: k. With m - k < max(2, p) there is no central view and only the local term is added.
+        per_person: p, how many participants may hold data of one person.
 
     Raises:
         ConfigError: a value out of range, a ring that does not hold C + 10 s, or one too coarse for a central view.
     """
     honest = min_survivors - colluders
     qmax = (2 ** (ring_bits - 1) - 1) // roster
-    if honest < 2:
-        return local_terms(clip_norm, noise_std, dimension).total
-    central = central_terms(clip_norm, noise_std, dimension, ring_bits, scale_log2, qmax, honest)
+    local = local_terms(clip_norm, noise_std, dimension).total
+    if honest < max(2, per_person):
+        return per_person * local
+    central = central_terms(clip_norm, noise_std, dimension, ring_bits, scale_log2, qmax, honest, per_person)
     if math.isinf(central.aliasing):
         raise ConfigError(
             f"The ring of {ring_bits} bits is too coarse: the noise std is "
             f"{math.ldexp(noise_std, scale_log2):.3g} ring steps, a central view needs {MIN_RING_STD:g}.",
             "Use secagg.ring_bits=32, or more noise.",
         )
-    return max(central.total, local_terms(clip_norm, noise_std, dimension).total)
+    return per_person * max(central.total, local)
 
 
 def local_terms(clip_norm: float, noise_std: float, dimension: int) -> DeltaTerms:
@@ -99,20 +105,29 @@ def local_terms(clip_norm: float, noise_std: float, dimension: int) -> DeltaTerm
 
 
 def central_terms(
-    clip_norm: float, noise_std: float, dimension: int, ring_bits: int, scale_log2: int, qmax: int, honest: int
+    clip_norm: float,
+    noise_std: float,
+    dimension: int,
+    ring_bits: int,
+    scale_log2: int,
+    qmax: int,
+    honest: int,
+    per_person: int = 1,
 ) -> DeltaTerms:
-    """Terms of one release against somebody who sees the sum and knows all but ``honest`` >= 2 of the summands.
+    """Terms of one release against somebody who sees the sum and knows all but ``honest`` >= max(2, p) of the summands.
 
     Raises:
         ConfigError: a value out of range, or a ring that does not hold C + 10 s.
     """
     ratio = _ratio(clip_norm, noise_std, dimension)
-    if honest < 2 or qmax < 1:
-        raise ConfigError(f"There is no central view with {honest} unknown summands and qmax={qmax}.")
+    if honest < max(2, per_person) or per_person < 1 or qmax < 1:
+        raise ConfigError(
+            f"There is no central view with {honest} unknown summands, {per_person} per person and qmax={qmax}."
+        )
     edge = math.ldexp(qmax, -scale_log2) / noise_std
     if edge < (ratio + TAIL) * (1.0 - 2.0**-40):
         raise ConfigError("The ring does not hold C + 10 s.", "Lower its scale or use more bits.")
-    shifted = ratio / honest
+    shifted = ratio * per_person / honest * (1.0 + 2.0**-50)
     clamp = [log_tails(dimension, edge, ratio), log_tails(dimension, edge, ratio + shifted)]
     return DeltaTerms(
         clamp=_up(math.log(honest) + float(logsumexp(clamp))),

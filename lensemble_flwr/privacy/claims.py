@@ -19,7 +19,9 @@ from lensemble_flwr.privacy.spending import MECHANISMS
 
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 UNIT = "all rounds of one participant"
+PERSON = "all rounds of one person, whose data at most {per_person} participants hold"
 NEIGHBOURS = "zero-out"
+_GROUP = "the observer is none of the participants that hold the person's data; at most {per_person} do, ever"
 NEGLIGIBLE = 0.01
 """Implementation terms above this share of delta are not added but refused: the claim is then infinite."""
 
@@ -67,6 +69,7 @@ class ClaimInputs:
         accountant: ``"prv"`` or ``"rdp"``.
         two_party: the two-participant mode that both agreed to.
         mechanism: ``"gaussian"`` or ``"discrete_gaussian"``.
+        per_person: p, how many participants may hold data of one person. With p > 1 the unit is a person.
 
     Raises:
         ConfigError: a value out of range, or a central guarantee that these numbers cannot give.
@@ -94,9 +97,16 @@ class ClaimInputs:
     accountant: str = "prv"
     two_party: bool = False
     mechanism: str = "gaussian"
+    per_person: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What one row protects."""
+        return UNIT if self.per_person == 1 else PERSON.format(per_person=self.per_person)
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 0), ("n", 1), ("min_survivors", 1), ("colluders", 0), ("dimension", 1)):
+        leasts = {"rounds": 0, "n": 1, "min_survivors": 1, "colluders": 0, "dimension": 1, "per_person": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
@@ -113,8 +123,12 @@ class ClaimInputs:
             raise ConfigError(
                 f"privacy.mechanism={self.mechanism!r} is unknown.", f"Use one of {', '.join(MECHANISMS)}."
             )
+        if self.per_person > 1 and (self.mechanism != "gaussian" or self.sample_rate < 1.0):
+            raise ConfigError(
+                f"per_person={self.per_person} is accounted for only with the continuous Gaussian at sample_rate=1."
+            )
         if self.privacy_enabled:
-            own_noise_std(self.guarantee, self.noise_multiplier, self.clip_norm, self.min_survivors, self.colluders)
+            _own_std(self)
             if self.guarantee == "central" and (self.two_party or self.n < 3):
                 raise ConfigError(
                     "Two participants can only have a local guarantee: each can subtract itself from the sum.",
@@ -167,10 +181,8 @@ def claims(inputs: ClaimInputs) -> list[Claim]:
         raise ConfigError(f"claims needs ClaimInputs, not {type(inputs).__name__}.")
     off = _off(inputs)
     if off:
-        return [_nothing(observer, off) for observer in OBSERVERS]
-    std = own_noise_std(
-        inputs.guarantee, inputs.noise_multiplier, inputs.clip_norm, inputs.min_survivors, inputs.colluders
-    )
+        return [_nothing(observer, off, inputs.unit) for observer in OBSERVERS]
+    std = _own_std(inputs)
     if inputs.mechanism == "discrete_gaussian":
         local, central = _discrete_views(inputs, std)
     else:
@@ -207,7 +219,9 @@ def claims_table(rows: Sequence[Claim]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * w for w in widths))
-    lines += ["", f"unit: {UNIT}; neighbours: {NEIGHBOURS} (one participant's clipped updates become zero)"]
+    unit = rows[0].unit if rows else UNIT
+    whose = "one participant's" if unit == UNIT else "all those participants'"
+    lines += ["", f"unit: {unit}; neighbours: {NEIGHBOURS} ({whose} clipped updates become zero)"]
     for r in rows:
         lines.append(f"{r.observer}: {_WHO[r.observer]}")
         if r.why_not:
@@ -230,13 +244,24 @@ def _off(inputs: ClaimInputs) -> str:
     return ""
 
 
-def _nothing(observer: str, why: str) -> Claim:
+def _own_std(inputs: ClaimInputs) -> float:
+    return own_noise_std(
+        inputs.guarantee,
+        inputs.noise_multiplier,
+        inputs.clip_norm,
+        inputs.min_survivors,
+        inputs.colluders,
+        inputs.per_person,
+    )
+
+
+def _nothing(observer: str, why: str, unit: str) -> Claim:
     inf = math.inf
-    return Claim(observer, "none", UNIT, NEIGHBOURS, inf, 1.0, inf, inf, inf, (), "", False, why)
+    return Claim(observer, "none", unit, NEIGHBOURS, inf, 1.0, inf, inf, inf, (), "", False, why)
 
 
 def _view(inputs: ClaimInputs, sigma: float, terms: DeltaTerms) -> _View:
-    extra = max(1, inputs.rounds) * terms.total
+    extra = max(1, inputs.rounds) * inputs.per_person * terms.total
     if not extra <= NEGLIGIBLE * inputs.delta:
         return _View(math.inf, math.inf, 1.0, f"clamping, rounding and sampling would add {extra:.2g} to delta")
     both = []
@@ -275,20 +300,30 @@ def _discrete_views(inputs: ClaimInputs, std: float) -> tuple[_View, _View]:
 
 
 def _local_view(inputs: ClaimInputs, std: float) -> _View:
-    return _view(inputs, std / inputs.clip_norm, local_terms(inputs.clip_norm, std, inputs.dimension))
+    sigma = std / (inputs.clip_norm * math.sqrt(inputs.per_person))
+    return _view(inputs, sigma, local_terms(inputs.clip_norm, std, inputs.dimension))
 
 
 def _central_view(inputs: ClaimInputs, std: float) -> _View:
     honest = inputs.min_survivors - inputs.colluders
     missing = _no_sum(inputs)
+    if not missing and honest < inputs.per_person:
+        missing = f"a person may be all that min_survivors - colluders = {honest} participants have"
     if not missing and math.ldexp(std, inputs.scale_log2) < MIN_RING_STD:
         missing = f"the noise is below {MIN_RING_STD:g} ring steps"
     if missing:
         return _View(math.inf, math.inf, 1.0, missing)
     terms = central_terms(
-        inputs.clip_norm, std, inputs.dimension, inputs.ring_bits, inputs.scale_log2, inputs.qmax, honest
+        inputs.clip_norm,
+        std,
+        inputs.dimension,
+        inputs.ring_bits,
+        inputs.scale_log2,
+        inputs.qmax,
+        honest,
+        inputs.per_person,
     )
-    return _view(inputs, std / inputs.clip_norm * math.sqrt(honest), terms)
+    return _view(inputs, std / (inputs.clip_norm * inputs.per_person) * math.sqrt(honest), terms)
 
 
 def _no_sum(inputs: ClaimInputs) -> str:
@@ -309,6 +344,9 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
     claimed_central = inputs.guarantee == "central" and not bar
     view = central if claimed_central else local
     assumptions = [_CSPRNG, _ROSTER]
+    person = inputs.per_person > 1
+    if person:
+        assumptions.append(_GROUP.format(per_person=inputs.per_person))
     if inputs.sample_rate < 1.0:
         assumptions.append(_COIN.format(rate=inputs.sample_rate))
     if claimed_central:
@@ -316,8 +354,12 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
         if observer == "coordinator":
             assumptions.append(_PINNED)
         theorem = f"Theorem 2 (central): sigma_eff = s sqrt({honest}) / C"
+        if person:
+            theorem = f"Theorem 7 (central, person): sigma_eff = s sqrt({honest}) / ({inputs.per_person} C)"
     else:
         theorem = "Theorem 1 (local): sigma_eff = s / C, own noise alone"
+        if person:
+            theorem = f"Theorem 6 (local, person): sigma_eff = s / (C sqrt({inputs.per_person})), own noise alone"
     if inputs.mechanism == "discrete_gaussian":
         theorem = theorem.replace("Theorem 2", "Theorem 4").replace("Theorem 1", "Theorem 3")
         theorem += "; discrete Gaussian on the ring, converted as concentrated privacy"
@@ -337,7 +379,7 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
     return Claim(
         observer=observer,
         guarantee="central" if claimed_central else "local",
-        unit=UNIT,
+        unit=inputs.unit,
         neighbours=NEIGHBOURS,
         epsilon=view.epsilon,
         delta=view.delta,

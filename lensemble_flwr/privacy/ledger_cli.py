@@ -87,6 +87,7 @@ def _repair(options: argparse.Namespace) -> int:
             options.delta_extra,
             mechanism=options.mechanism,
             gap=options.gap,
+            per_person=options.per_person,
         )
     report = repair(options.path, options.head, options.charge_rounds, charge, options.identity)
     print(f"Repaired {options.path}; the damaged files are kept beside it as *.damaged-*.")
@@ -143,6 +144,13 @@ def _parser() -> argparse.ArgumentParser:
     mend.add_argument("--delta-extra", type=float, default=0.0, metavar="D", help="of each (default: %(default)s)")
     mend.add_argument("--mechanism", choices=MECHANISMS, default="gaussian", help="of each (default: %(default)s)")
     mend.add_argument("--gap", type=float, default=0.0, metavar="G", help="of each, if its noise was discrete")
+    mend.add_argument(
+        "--per-person",
+        type=_whole,
+        default=1,
+        metavar="P",
+        help="participants of a person (default: %(default)s)",
+    )
     mend.add_argument("--identity", type=_hex32, metavar="HEX", help="only if the first record cannot be read")
     return parser
 

@@ -91,11 +91,12 @@ class DPConfig:
 
 
 def own_noise_std(
-    guarantee: str, noise_multiplier: float, clip_norm: float, min_survivors: int, colluders: int
+    guarantee: str, noise_multiplier: float, clip_norm: float, min_survivors: int, colluders: int, per_person: int = 1
 ) -> float:
-    """Std of one participant's own noise: sigma C, or sigma C / sqrt(m - k) for a central guarantee.
+    """Std of one participant's own noise: sigma C sqrt(p), or sigma C p / sqrt(m - k) for a central guarantee.
 
-    The only place that knows. In the central view the m - k noises that an observer cannot know then add up to sigma C.
+    The only place that knows. In the central view the m - k noises that an observer cannot know add up to sigma times
+    the p C by which one person's data can move the sum; in the local view the p releases of one person compose.
 
     Args:
         guarantee: ``"local"`` or ``"central"``.
@@ -103,9 +104,10 @@ def own_noise_std(
         clip_norm: C.
         min_survivors: m, the fewest updates a sum may hold.
         colluders: k, how many of those may pool their views or add no noise.
+        per_person: p, how many participants may hold data of one person.
 
     Raises:
-        ConfigError: unknown guarantee, values out of range, or a central guarantee with m - k < 2 or k < 1.
+        ConfigError: unknown guarantee, values out of range, or a central guarantee with m - k < max(2, p) or k < 1.
     """
     _check_clip(clip_norm)
     _check_noise("noise_multiplier", noise_multiplier)
@@ -113,8 +115,10 @@ def own_noise_std(
         raise ConfigError("noise_multiplier=0 adds no noise and gives no guarantee.", "Use a positive value.")
     if type(min_survivors) is not int or type(colluders) is not int or not 0 <= colluders < min_survivors:
         raise ConfigError(f"min_survivors={min_survivors!r} and colluders={colluders!r} must be integers, 0 <= k < m.")
+    if type(per_person) is not int or per_person < 1:
+        raise ConfigError(f"per_person={per_person!r} must be an integer of at least 1.")
     if guarantee == "local":
-        return noise_multiplier * clip_norm
+        return noise_multiplier * clip_norm * math.sqrt(per_person)
     if guarantee != "central":
         raise ConfigError(f"privacy.guarantee={guarantee!r} is unknown.", "Use local or central.")
     if min_survivors - colluders < 2 or colluders < 1:
@@ -123,7 +127,13 @@ def own_noise_std(
             f"k={colluders}.",
             "Raise secagg.min_survivors, or use privacy.guarantee=local.",
         )
-    return noise_multiplier * clip_norm / math.sqrt(min_survivors - colluders)
+    if per_person > min_survivors - colluders:
+        raise ConfigError(
+            f"A sum over m={min_survivors} with k={colluders} colluders hides one person at {per_person} participants "
+            "no better than updates seen one by one.",
+            "Use privacy.guarantee=local.",
+        )
+    return noise_multiplier * clip_norm * per_person / math.sqrt(min_survivors - colluders)
 
 
 def _is_number(value: object) -> bool:

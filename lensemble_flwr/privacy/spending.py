@@ -49,6 +49,8 @@ class Charge:
         guarantee: which view the noise was sized for, ``local``, ``central`` or ``none``; recorded, not priced.
         mechanism: ``gaussian`` or ``discrete_gaussian``; of the latter ``own_multiplier`` is 1/mu of the local view.
         gap: what mu of the central view is raised by; only for a discrete Gaussian.
+        per_person: p, how many participants may hold data of one person, at least 1. With p > 1 the ledger counts for
+            a person: each of the p participants charges as if all of them had released.
 
     Raises:
         ConfigError: a value of the wrong type or range.
@@ -62,13 +64,14 @@ class Charge:
     guarantee: str = "local"
     mechanism: str = "gaussian"
     gap: float = 0.0
+    per_person: int = 1
 
     def __post_init__(self) -> None:
         own = _number("own_multiplier", self.own_multiplier)
         extra = _number("delta_extra", self.delta_extra)
         object.__setattr__(self, "own_multiplier", own if math.isfinite(own) else 0.0)
         object.__setattr__(self, "delta_extra", extra if extra <= 1.0 else 1.0)
-        for name, least in (("min_survivors", 1), ("colluders", 0)):
+        for name, least in (("min_survivors", 1), ("colluders", 0), ("per_person", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"Charge: {name}={value!r} must be a whole number of at least {least}.")
@@ -86,6 +89,11 @@ class Charge:
         if not (gap == 0.0 or (self.mechanism != "gaussian" and math.isfinite(gap))):
             raise ConfigError(f"Charge: gap={self.gap!r} must be finite, and 0 unless the noise is discrete.")
         object.__setattr__(self, "gap", gap)
+        if self.per_person > 1 and not (self.mechanism == "gaussian" and self.participation.always):
+            raise ConfigError(
+                "Charge: a person at several participants needs a continuous Gaussian and no coin.",
+                "Use mechanism=gaussian and sample_rate=1.",
+            )
         if self.mechanism != "gaussian" and not self.participation.always:
             raise ConfigError(
                 "Charge: a discrete Gaussian under a secret coin is not accounted for.", "Use mechanism=gaussian."
@@ -101,7 +109,9 @@ class Charge:
             kind = (self.own_multiplier, noisy, self.participation.rate)
             return Spending(0, 0, _exact(self.delta_extra), sampled=((kind, 1),))
         numerator, denominator = self.own_multiplier.as_integer_ratio()
-        local, central = (-(-_UNIT * denominator**2 // (numerator**2 * n)) for n in (1, noisy))
+        p = self.per_person
+        square = _UNIT * denominator**2 * p
+        local, central = (-(-square * min(p, n) // (numerator**2 * n)) for n in (1, noisy))
         if self.gap and noisy > 1:
             mu = math.sqrt(_float_up(central)) * (1.0 + 2.0**-50) + self.gap
             raised = math.nextafter(mu * mu, math.inf)
@@ -114,14 +124,15 @@ class Charge:
         """mu^2 of one such release against the observers of ``view``, rounded up; infinite without noise. A secret coin
         only makes it cheaper than this.
 
-        Local: (C/s)^2, own noise alone. Central: (C/s)^2 / (m - k), the noise of m - k participants in the sum; with
-        nobody else to rely on (m - k < 1) it equals local.
+        Local: p (C/s)^2, own noise alone. Central: (p C/s)^2 / (m - k), the noise of m - k participants in the sum, but
+        never above local, of which the sum is a function; with nobody else to rely on (m - k < 1) it equals local.
         """
         return self.units.mu2(view)
 
     def record(self) -> dict[str, Any]:
         """The charge as plain JSON values. ``mechanism`` and ``gap`` stand there only for a discrete Gaussian,
-        ``sample_rate`` only below 1: an older release reads what it understands and refuses the rest."""
+        ``sample_rate`` only below 1, ``per_person`` only above 1: an older release reads what it understands and
+        refuses the rest."""
         record: dict[str, Any] = {
             "own_multiplier": self.own_multiplier,
             "min_survivors": self.min_survivors,
@@ -131,6 +142,8 @@ class Charge:
         }
         if self.mechanism != "gaussian":
             record |= {"mechanism": self.mechanism, "gap": self.gap}
+        if self.per_person > 1:
+            record["per_person"] = self.per_person
         return record if self.participation.always else {**record, "sample_rate": self.participation.rate}
 
     @classmethod

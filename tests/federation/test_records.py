@@ -44,6 +44,7 @@ OPEN = RoundOpen(
     sample_rate=0.25,
     pinned=True,
     consistency=True,
+    per_person=1,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))

@@ -94,6 +94,20 @@ def test_the_plan_meets_its_target_exactly(rounds: int) -> None:
     assert cost.delta_extra < 1e-40
 
 
+@pytest.mark.parametrize("guarantee", ["local", "central"])
+def test_the_plan_meets_its_target_for_a_person_at_several_participants(guarantee: str) -> None:
+    record = opened(f"privacy.guarantee={guarantee} privacy.max_participants_per_person=3 diloco.rounds=2")
+    assert 8.0 * (1 - 1e-5) < epsilon_after(record, 2) <= 8.0 < epsilon_after(record, 3)
+    cost = opened_charge(record)
+    ratio2 = (record.clip_norm / record.noise_std) ** 2
+    assert cost.mu2("local") == pytest.approx(3 * ratio2)
+    assert cost.mu2("central") == pytest.approx(9 * ratio2 / 4)
+    alone = opened(f"privacy.guarantee={guarantee} diloco.rounds=2")
+    factor = math.sqrt(3) if guarantee == "local" else 3
+    assert record.noise_std == pytest.approx(factor * alone.noise_std, rel=1e-6)
+    assert opened_charge(RoundOpen.decode(record.encode())) == cost
+
+
 def test_a_ring_that_is_too_coarse_for_the_central_claim_is_refused() -> None:
     with pytest.raises(ConfigError, match="ring"):
         opened("secagg.ring_bits=16 privacy.noise_multiplier=0.05 privacy.clip_norm=1", n=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -14,6 +15,7 @@ import pytest
 from lensemble_flwr.errors import (
     ConfigError,
     FaultToleranceExceeded,
+    LensembleError,
     NonDeterministicAggregation,
     PrivacyBudgetExceeded,
     RoundError,
@@ -411,6 +413,28 @@ def test_a_budget_of_k_rounds_commits_exactly_k(tmp_path: Path, sigma: float, ep
     assert federation.ledger_rounds() == [k] * 4  # no ledger grew in the refused round
     for node in federation.transport.members.values():
         assert list((node.site.folder / "models").iterdir())  # the last committed model is there
+
+
+def test_every_site_charges_for_a_person_at_several_participants(tmp_path: Path) -> None:
+    """Each ledger holds p times the price, and a site whose policy fears more copies of a person refuses the round."""
+    base = "privacy=local privacy.noise_multiplier=4 privacy.target_epsilon=30 diloco.rounds=2"
+    federation = Federation(tmp_path, base + " privacy.max_participants_per_person=3")
+    federation.start()
+    for node in federation.transport.members.values():
+        with node.site.ledger() as ledger:
+            assert ledger.mu2("local") == pytest.approx(2 / 16)  # s = 4 C sqrt(3): the target is met for the person
+            assert ledger.mu2("central") == pytest.approx(2 / 16)  # m - k = 2 < p: a sum hides no more than that
+    node = federation.transport.members[101]
+    careful = dataclasses.replace(node.site.policy, min_participants_per_person=4)
+    save_policy(node.site.folder / "policy.json", careful)
+    (tmp_path / "again").mkdir()
+    again = Federation(tmp_path / "again", base + " privacy.max_participants_per_person=3", sites=federation.sites)
+    with contextlib.suppress(LensembleError):
+        again.start()
+    refusals = [error for _, name, error in again.transport.errors if name == 101]
+    assert [error.rule for error in refusals] == ["min_participants_per_person"] * len(refusals)
+    assert refusals
+    assert again.ledger_rounds()[1] == 0
 
 
 def test_unequal_ledgers_stop_at_the_smallest(tmp_path: Path) -> None:

@@ -168,6 +168,37 @@ def test_tight_range_costs_at_small_noise():
     assert qmax >= ring_bound(1.0, std) * 2**28
 
 
+@pytest.mark.parametrize(("people", "m"), [(2, 3), (3, 8), (7, 8)])
+def test_a_person_at_several_participants(people, m):
+    """The event of the proof by brute force: the p updates of one person spread over h = m - 1 members leave the ring,
+    or noise read off there leaves the table, about as often as the bound says at most."""
+    std, dimension, honest = 0.4, 3, m - 1
+    reaches = np.array([1.0, 0.0, 0.0])
+    edge = 5.0
+    scale_log2 = 10
+    qmax = round(edge * 2**scale_log2)
+    terms = central_terms(1.0, std, dimension, 32, scale_log2, qmax, honest, people)
+    spread = reaches * people / honest
+
+    def out(means):
+        inside = [stats.norm.cdf((edge - a) / std) - stats.norm.cdf((-edge - a) / std) for a in means]
+        return 1 - np.prod(inside)
+
+    truth = honest * (out(reaches) + out(reaches + spread))
+    assert truth <= terms.clamp < 1e-3
+    assert terms.clamp > central_terms(1.0, std, dimension, 32, scale_log2, qmax, honest, 1).clamp
+    scale_log2, qmax = ring(32, m, ring_bound(1.0, std, people))
+    sizes = {"noise_std": std, "clip_norm": 1.0, "scale_log2": scale_log2, "ring_bits": 32, "dimension": 10**6}
+    extra = release_delta(**sizes, roster=m, min_survivors=m, colluders=1, per_person=people)
+    assert 0.0 < extra < 1e-15
+    one = central_terms(1.0, std, 10**6, 32, scale_log2, qmax, honest, people)
+    assert extra >= people * max(one.total, local_terms(1.0, std, 10**6).total)
+    alone = release_delta(**sizes, roster=m, min_survivors=m, colluders=1, per_person=m)  # no central view
+    assert alone == m * local_terms(1.0, std, 10**6).total
+    with pytest.raises(ConfigError):
+        central_terms(1.0, std, 10, 32, scale_log2, qmax, honest, honest + 1)
+
+
 def test_two_parties_only_pay_for_the_sampler():
     extra = release_delta(
         noise_std=1.0, clip_norm=1.0, scale_log2=5, ring_bits=16, dimension=10, roster=2, min_survivors=2, colluders=1

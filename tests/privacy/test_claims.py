@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import concentrated, discrete_bounds, gaussian
+from lensemble_flwr.privacy.accountant import joint_gaussian_mu
 from lensemble_flwr.privacy.bounds import ring_bound
 from lensemble_flwr.privacy.claims import OBSERVERS, SIMULATED, ClaimInputs, claim_grade, claims, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
@@ -39,11 +41,12 @@ def inputs(**changes) -> ClaimInputs:
         **changes,
     }
     if "scale_log2" not in values:
+        people = values.get("per_person", 1)
         sigma = values["noise_multiplier"] if values["noise_multiplier"] > 0 else 1.0
         qmax = (2 ** (values["ring_bits"] - 1) - 1) // values["n"]
         values["qmax"] = qmax
         values["scale_log2"] = math.floor(
-            math.log2(qmax / ring_bound(values["clip_norm"], sigma * values["clip_norm"]))
+            math.log2(qmax / ring_bound(values["clip_norm"], people * sigma * values["clip_norm"], people))
         )
     return ClaimInputs(**values)
 
@@ -224,6 +227,36 @@ def test_invariants(guarantee, sigma, rounds, n, data, flags):
     assert all(row.observer in text for row in found)
 
 
+@pytest.mark.parametrize("people", [1, 2, 3, 7])
+@pytest.mark.parametrize("guarantee", ["local", "central"])
+def test_a_person_at_several_participants(guarantee, people):
+    """Both views against the joint Gaussian of what is seen: p releases one by one, or the sum of m - k = 7 noises."""
+    found = rows(guarantee=guarantee, per_person=people)
+    std = own_noise_std(guarantee, 1.0, 1.0, 8, 1, people)
+    one_by_one = joint_gaussian_mu(std**2 * np.eye(people), np.ones(people))
+    summed = joint_gaussian_mu([[7 * std**2]], [people])
+    for row in found.values():
+        assert row.epsilon_local == pytest.approx(gaussian.epsilon(math.sqrt(10) * one_by_one, 1e-5), rel=1e-9)
+        if row.observer != "anyone":
+            assert row.epsilon_central == pytest.approx(gaussian.epsilon(math.sqrt(10) * summed, 1e-5), rel=1e-9)
+        if row.guarantee == guarantee:
+            assert row.epsilon == pytest.approx(TARGET, rel=1e-9), "the noise is sized for the person"
+        assert ("person" in row.unit) == (people > 1)
+        assert any("hold the person's data" in a for a in row.assumptions) == (people > 1)
+    text = claims_table(list(found.values()))
+    assert ("Theorem 6" in text or "Theorem 7" in text) == (people > 1)
+    assert found["model_reader"].unit in text
+
+
+def test_a_person_at_more_participants_than_a_sum_hides():
+    found = rows(guarantee="local", per_person=9)
+    assert found["peers"].epsilon_central == math.inf
+    assert found["peers"].epsilon == pytest.approx(TARGET, rel=1e-9)
+    with pytest.raises(ConfigError):
+        inputs(guarantee="central", per_person=8)
+    assert "person" in rows(privacy_enabled=False, per_person=2)["peers"].unit
+
+
 def test_accountant_and_sample_rate():
     exact, loose = rows()["model_reader"], rows(accountant="rdp")["model_reader"]
     assert exact.epsilon < loose.epsilon < 1.2 * exact.epsilon
@@ -250,6 +283,8 @@ def test_accountant_and_sample_rate():
         {"sample_rate": 1.1},
         {"accountant": "gdp"},
         {"dimension": 0},
+        {"per_person": 0},
+        {"per_person": 1.5},
     ],
     ids=str,
 )

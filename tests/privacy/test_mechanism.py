@@ -82,6 +82,12 @@ def test_own_noise_std():
     assert own_noise_std("local", 0.5, 2.0, 3, 1) == 1.0
     assert own_noise_std("local", 0.5, 2.0, 2, 1) == 1.0
     assert own_noise_std("central", 0.5, 2.0, 5, 1) == 0.5
+    assert own_noise_std("local", 0.5, 2.0, 5, 1, 4) == 2.0  # a person at 4 participants, seen one by one
+    assert own_noise_std("central", 0.5, 2.0, 5, 1, 4) == 2.0  # and in a sum with 4 unknown noises: no better
+    assert own_noise_std("central", 0.5, 2.0, 17, 1, 2) == 0.5
+    for bad in (("central", 0.5, 2.0, 5, 1, 5), ("local", 0.5, 2.0, 5, 1, 0), ("local", 0.5, 2.0, 5, 1, 1.0)):
+        with pytest.raises(ConfigError):
+            own_noise_std(*bad)
     bad_calls = [
         ("central", 1.0, 1.0, 2, 1),
         ("central", 1.0, 1.0, 3, 0),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import concentrated, gaussian
-from lensemble_flwr.privacy.accountant import build_accountant
+from lensemble_flwr.privacy.accountant import build_accountant, joint_gaussian_mu
 from lensemble_flwr.privacy.participation import SecretParticipation
 from lensemble_flwr.privacy.spending import Budget, Charge, Spending
 
@@ -25,6 +25,38 @@ def test_views() -> None:
     assert Charge(2.0, 2, 2).mu2("central") == Charge(2.0, 2, 5).mu2("central") == 0.25
     with pytest.raises(ConfigError, match="view"):
         charge.mu2("global")
+
+
+@given(st.floats(0.01, 100.0), st.integers(1, 12), st.integers(2, 40), st.integers(0, 39))
+def test_a_person_at_several_participants(own, p, m, k):
+    """p times (C/s)^2 one by one, p^2 / (m - k) in the sum, which is never worse than what it is a function of."""
+    one, person = Charge(own, m, k), Charge(own, m, k, per_person=p)
+    honest = max(1, m - k)
+    assert person.mu2("local") == pytest.approx(p * one.mu2("local"), rel=1e-12)
+    assert person.mu2("central") == pytest.approx(min(p * p / honest, p) / own**2, rel=1e-12)
+    assert person.mu2("central") <= person.mu2("local")
+    assert Charge.from_record(person.record()) == person
+    assert ("per_person" in person.record()) == (p > 1)
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 4)), min_size=1, max_size=8),
+    st.integers(5, 9),
+    st.integers(0, 4),
+    st.floats(0.3, 3.0),
+)
+def test_the_ledgers_of_all_holders_bound_the_person(rounds, m, k, own):
+    """Holders 0..4 of one person release in different rounds. What the observer gains in all, from the joint
+    covariance, is at most what the fullest ledger says, in both views (docs/privacy.md, theorem 8)."""
+    p, honest = 5, max(1, m - k)
+    charge = Charge(own, m, k, 1e-12, per_person=p)
+    ledgers = [Spending().plus(charge, sum(holder in there for there in rounds)) for holder in range(p)]
+    local = sum(len(there) for there in rounds) / own**2
+    noises = [max(honest, len(there)) for there in rounds]  # the holders that are there add noise themselves
+    shifts = zip(rounds, noises, strict=True)
+    central = sum(joint_gaussian_mu([[noise * own**2]], [len(there)]) ** 2 for there, noise in shifts)
+    assert local <= max(ledger.mu2("local") for ledger in ledgers) * (1 + 1e-12)
+    assert central <= max(ledger.mu2("central") for ledger in ledgers) * (1 + 1e-12)
 
 
 @given(multipliers, st.integers(1, 50), st.integers(0, 60), st.integers(1, 10**9))
@@ -162,6 +194,8 @@ def test_charges_survive_their_record(charge: Charge) -> None:
         ({"mechanism": "discrete_gaussian", "gap": -0.1}, "gap"),
         ({"mechanism": "discrete_gaussian", "gap": math.inf}, "gap"),
         ({"mechanism": "discrete_gaussian", "gap": math.nan}, "gap"),
+        ({"per_person": 0}, "per_person"),
+        ({"per_person": 2.0}, "per_person"),
     ],
 )
 def test_bad_charges(values: dict, name: str) -> None:
