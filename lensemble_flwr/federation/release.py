@@ -13,7 +13,7 @@ import numpy as np
 
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.records import RoundOpen
-from lensemble_flwr.privacy.mechanism import Release, add_noise, clip_to_grid, encode_exact, to_release, zero_update
+from lensemble_flwr.privacy.mechanism import Release, encode_exact, private_release
 from lensemble_flwr.privacy.noise import Entropy, OsEntropy, ReplayEntropy
 from lensemble_flwr.secagg import RingParams
 
@@ -40,13 +40,11 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         if delta is None:
             raise ContractViolation("Without privacy there is no zero update.")
         return encode_exact(delta, ring.scale_log2, ring.qmax, entropy)
-    if delta is None:
-        clipped = zero_update(opened.dimension, opened.clip_norm, opened.noise_std)
-    else:
-        if delta.shape != (opened.dimension,):
-            raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
-        clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
-    return to_release(add_noise(clipped, opened.noise_std, entropy), ring.scale_log2, ring.qmax)
+    if delta is not None and delta.shape != (opened.dimension,):
+        raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
+    return private_release(
+        delta, opened.dimension, opened.clip_norm, opened.noise_std, entropy, ring.scale_log2, ring.qmax
+    )
 
 
 def _entropy(opened: RoundOpen, identity: bytes, simulation: bool) -> Entropy:

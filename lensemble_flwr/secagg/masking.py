@@ -33,7 +33,7 @@ def mask(
 
     Args:
         out: lanes, shape (padded,), overwritten. Zeroed if anything fails, so that no unmasked part of q stays there.
-        q: the encoded payload, shape (d,): signed int64, or ring lanes. Not altered.
+        q: the encoded payload, shape (d,): signed int32 or int64, or ring lanes. Not altered.
         ring, t1: the round's ring and transcript.
         plus, minus: keys of the masks to add and to subtract.
         threads: the result does not depend on it.
@@ -41,7 +41,7 @@ def mask(
     Raises:
         SecureAggregationError: malformed_update for wrong arrays or a value over the range. No value is in the text.
     """
-    check_array(q, ring.dimension, (np.dtype("=i8"), ring.lane), "The payload")
+    check_array(q, ring.dimension, (np.dtype("=i4"), np.dtype("=i8"), ring.lane), "The payload")
     check_array(out, ring.padded, (ring.lane,), "The output")
     if not out.flags.writeable or np.may_share_memory(out, q):
         raise SecureAggregationError("The output must be writable and apart from q.", cause="malformed_update")
@@ -51,7 +51,7 @@ def mask(
         digest = checksum.SegmentDigest(segment, weights)
         masks = keystream.Masks(segment, plus, minus, ring.lane)
         for target, values in _walk(out, q, ring, segment, masks):
-            if values.dtype != np.int64:
+            if values.dtype == ring.lane:
                 check_lanes(values, ring)
                 values = center(values, ring)
             if values.size and (values.max() > ring.qmax or values.min() < -ring.qmax):
@@ -60,7 +60,7 @@ def mask(
                     "Clamp to qmax before masking.",
                     cause="malformed_update",
                 )
-            digest.update(values)
+            digest.update(values.astype(np.int64, copy=False))
             ones = target.size - values.size
             target[:ones] = 1
             np.copyto(target[ones:], values, casting="unsafe")  # wraps
