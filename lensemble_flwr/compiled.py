@@ -6,7 +6,7 @@ neither reorders float64 operations nor fuses a multiplication with an addition.
 
 Compiling takes seconds, once: the machine code is kept in ``$LENSEMBLE_HOME/kernels``. What lies there is executed, so
 a folder that anybody else could write, or reach by renaming one above it, is not used; each process then compiles anew.
-numba itself is imported at first use (half a second), hence only for work of at least :data:`WORTH` coordinates.
+numba itself is imported at first use (with loading the loops: a second), hence only for work of at least :data:`WORTH` coordinates.
 ``LENSEMBLE_KERNELS=numpy`` turns compiled loops off, ``LENSEMBLE_KERNELS=numba`` asks for them at any size.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORTH = 1 << 25
+WORTH = 1 << 26
 """Coordinates from which importing numba and loading a loop costs less than the numpy path does."""
 
 _lock = threading.Lock()

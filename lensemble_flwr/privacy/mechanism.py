@@ -585,20 +585,21 @@ class _Truncation:
     def __init__(self, x: NDArray[Any], clip_norm: float, grid_log2: int) -> None:
         self._x, self._clip_norm, self._grid_log2 = x, clip_norm, grid_log2
         self._factor, self._exponent = _scaling(x, clip_norm) or (1.0, 0)
-        self._scratch = np.empty(min(x.size, BLOCK), np.float64)
+        self._scratch = np.empty(BLOCK, np.float64)
         self._sums: list[float] = []
         self._fast = not self._exponent and x.flags.c_contiguous and use(x.size, noise_loops.truncate)
 
     def write(self, block: slice, out: NDArray[np.int64]) -> None:
         """The integers of one block of at most BLOCK coordinates; each block once."""
-        x, y = self._x[block], self._scratch[: block.stop - block.start]
+        x = self._x[block]
         if self._fast:
-            noise_loops.truncate.compiled()(x, self._factor, math.ldexp(1.0, -self._grid_log2), y, out)
-        else:
-            _scaled(x, (self._factor, self._exponent), y)
-            np.ldexp(y, -self._grid_log2, out=y)
-            np.trunc(y, out=y)
-            out[...] = y
+            inverse_step = math.ldexp(1.0, -self._grid_log2)
+            self._sums.append(noise_loops.truncate.compiled()(x, self._factor, inverse_step, self._scratch, out))
+            return
+        y = _scaled(x, (self._factor, self._exponent), self._scratch[: x.size])
+        np.ldexp(y, -self._grid_log2, out=y)
+        np.trunc(y, out=y)
+        out[...] = y
         self._sums.append(float(np.dot(y, y)))
 
     def check(self) -> None:
