@@ -6,7 +6,8 @@ neither reorders float64 operations nor fuses a multiplication with an addition.
 
 Compiling takes seconds, once: the machine code is kept in ``$LENSEMBLE_HOME/kernels``. What lies there is executed, so
 a folder that anybody else could write, or reach by renaming one above it, is not used; each process then compiles anew.
-numba itself is imported at first use (with loading the loops: a second), hence only for work of at least :data:`WORTH` coordinates.
+numba itself is imported at first use, which with loading the loops takes a second, hence only for work of at least
+:data:`WORTH` coordinates.
 ``LENSEMBLE_KERNELS=numpy`` turns compiled loops off, ``LENSEMBLE_KERNELS=numba`` asks for them at any size.
 """
 
@@ -44,12 +45,16 @@ def available() -> bool:
     with _lock:
         if _usable is None:
             try:
-                from numba.core import config
-
-                _usable = not config.DISABLE_JIT
+                _usable = not _settings().DISABLE_JIT
             except Exception:  # a numba that does not fit this numpy raises other things than ImportError
                 _usable = False
         return _usable
+
+
+def _settings() -> Any:
+    from numba.core import config
+
+    return config
 
 
 class Loop:
@@ -77,19 +82,19 @@ class Loop:
 
     def _compile(self) -> Any:
         import numba
-        from numba.core import config
 
-        folder, before = cache_folder(), config.CACHE_DIR
+        settings, folder = _settings(), cache_folder()
+        before = settings.CACHE_DIR
         try:
             if folder is not None:
-                config.CACHE_DIR = str(folder)  # read when a function is decorated
+                settings.CACHE_DIR = str(folder)  # read when a function is decorated
             return numba.njit(
                 self._signatures, nogil=True, error_model="numpy", fastmath=False, cache=folder is not None
             )(self.function)
         except Exception:  # a platform that numba does not compile for: the numpy path does the work
             return None
         finally:
-            config.CACHE_DIR = before
+            settings.CACHE_DIR = before
 
 
 def use(size: int, *loops: Loop) -> bool:
