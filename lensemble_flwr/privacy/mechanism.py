@@ -34,7 +34,6 @@ from lensemble_flwr.privacy import noise_loops
 from lensemble_flwr.privacy.noise import (
     BLOCK,
     Entropy,
-    Keystream,
     OsEntropy,
     ReplayEntropy,
     RoundedGaussian,
@@ -798,8 +797,14 @@ def encode_exact(
         limit = value_range
     x = _check_vector(delta)
     q = np.empty(x.size, np.int32)
+    fast = x.flags.c_contiguous and use(x.size, noise_loops.round_stochastically)
     with entropy.open() as stream:
         for block in blocks(x.size):
+            words = stream.words(block.stop - block.start)
+            if fast:
+                scale = math.ldexp(1.0, scale_log2)
+                if not noise_loops.round_stochastically.compiled()(x[block], scale, limit, words, q[block]):
+                    continue
             y = x[block].astype(np.float64)
             if not np.abs(y).max() <= limit:
                 if not np.isfinite(y).all():
@@ -812,13 +817,13 @@ def encode_exact(
             np.ldexp(y, scale_log2, out=y)
             below = np.floor(y)
             y -= below
-            below += _uniform(stream, y.size) < y
+            below += _uniform(words) < y
             q[block] = below
     return _release(q, ring, False, "none")
 
 
-def _uniform(stream: Keystream, count: int) -> NDArray[np.float64]:
-    return (stream.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _check_vector(delta: NDArray[Any]) -> NDArray[Any]:

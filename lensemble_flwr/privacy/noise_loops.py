@@ -159,3 +159,22 @@ def to_ring(v, half, shift, qmax, q):
     """q = floor(v / 2^shift + 1/2), clamped to +-qmax."""
     for i in range(v.size):
         q[i] = np.int32(min(max((v[i] + half) >> shift, -qmax), qmax))
+
+
+@loop(
+    "int64(Array(float32, 1, 'C', readonly=True), float64, float64, uint64[::1], int32[::1])",
+    "int64(Array(float64, 1, 'C', readonly=True), float64, float64, uint64[::1], int32[::1])",
+)
+def round_stochastically(x, scale, limit, words, q):
+    """q = floor(x * scale), plus one with the probability of the rest. Returns how many |x| are over the limit (NaN
+    too), whose q means nothing."""
+    outside = 0
+    for i in range(x.size):
+        value = np.float64(x[i])
+        inside = abs(value) <= limit
+        outside += not inside
+        scaled = value * scale if inside else 0.0
+        below = np.floor(scaled)
+        up = np.float64(np.int64(words[i] >> _LOW_BITS)) * 2.0**-53 < scaled - below
+        q[i] = np.int32(below) + np.int32(up)
+    return np.int64(outside)

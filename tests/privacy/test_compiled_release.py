@@ -17,6 +17,7 @@ from lensemble_flwr.privacy import mechanism, noise_loops
 from lensemble_flwr.privacy.mechanism import (
     add_noise,
     clip_to_grid,
+    encode_exact,
     fine_grid_log2,
     private_release,
     to_release,
@@ -33,6 +34,7 @@ LOOPS = (
     noise_loops.truncate,
     noise_loops.to_ring,
     noise_loops.sum_of_squares,
+    noise_loops.round_stochastically,
 )
 
 
@@ -281,6 +283,26 @@ def test_peak_memory_of_one_pass(path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * x.size + 6_000_000 + 0.6 * x.size, "the release, blocks, and what is drawn a second time"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scale", [-3, 0, 20])
+def test_stochastic_rounding_agrees(dtype, scale):
+    limit = 2.0**-scale * (2**24)
+    x = np.random.default_rng(abs(scale)).uniform(-limit, limit, 2 * BLOCK + 77).astype(dtype)
+    x[:6] = [0.0, -0.0, limit, -limit, 5e-324, 0.5]
+    one, two = (on(path, encode_exact, x, scale, 2**24, ReplayEntropy(3)) for path in PATHS)
+    assert np.array_equal(one.q, two.q)
+    for value in (math.nan, math.inf, -limit * 1.001):
+        for place in (0, BLOCK + 1, x.size - 1):
+            bad = x.copy()
+            bad[place] = value
+            errors = []
+            for path in PATHS:
+                with pytest.raises((ConfigError, ContractViolation)) as caught:
+                    on(path, encode_exact, bad, scale, 2**24, ReplayEntropy(3))
+                errors.append(repr(caught.value))
+            assert errors[0] == errors[1]
 
 
 def test_norms_agree():

@@ -20,7 +20,8 @@ def _compiled(tmp_path_factory):
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LENSEMBLE_HOME", str(tmp_path_factory.mktemp("home")))
-        assert fold.compiled() and unfold.compiled()
+        assert fold.compiled()
+        assert unfold.compiled()
 
 
 def masked(q: np.ndarray, ring: RingParams, threads: int = 1) -> np.ndarray:
