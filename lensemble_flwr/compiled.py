@@ -13,6 +13,7 @@ numba itself is imported at first use, which with loading the loops takes a seco
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import stat
 import sys
@@ -37,6 +38,17 @@ def wanted(size: int) -> bool:
     if choice == "numpy" or not (size >= WORTH or choice == "numba" or "numba" in sys.modules):
         return False
     return available()
+
+
+def describe(size: int) -> str:
+    """Which loops work of ``size`` coordinates gets in a fresh process, and why; for people."""
+    if os.environ.get("LENSEMBLE_KERNELS", "") == "numpy":
+        return "numpy (LENSEMBLE_KERNELS=numpy)"
+    if importlib.util.find_spec("numba") is None:
+        return "numpy (numba is not installed)"
+    if size < WORTH and os.environ.get("LENSEMBLE_KERNELS", "") != "numba":
+        return f"numpy (numba pays from {WORTH:,} coordinates on)"
+    return "compiled by numba"
 
 
 def available() -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lensemble_flwr.compiled import describe
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ConfigError, PrivacyBudgetExceeded
 from lensemble_flwr.federation.claim_inputs import claims_of
@@ -156,8 +157,10 @@ class Preflight:
             f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"
         )
         if self.rings:
-            lines.append(ring_line(plan.ring.bits, list(self.rings)))
+            against = "the noise" if privacy.enabled else "a public update"
+            lines.append(ring_line(plan.ring.bits, list(self.rings), against))
         if not short:
+            lines.append(f"loops of the release path and the masks: {describe(plan.dimension)}")
             grade, why_not = claim_grade(self.claims, list(privacy.claim))
             lines += ["", claims_table(self.claims), ""]
             if privacy.claim:

@@ -41,6 +41,18 @@ def test_numba_is_imported_for_large_work_only():
     assert python(code, LENSEMBLE_KERNELS="", NUMBA_DISABLE_JIT="1").split()[2] == "False"
 
 
+def test_what_preflight_says(monkeypatch):
+    monkeypatch.setenv("LENSEMBLE_KERNELS", "numpy")
+    assert compiled.describe(1 << 40) == "numpy (LENSEMBLE_KERNELS=numpy)"
+    monkeypatch.delenv("LENSEMBLE_KERNELS")
+    found = {"numba": object()}
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", found.get)
+    assert "pays from" in compiled.describe(1000)
+    assert compiled.describe(compiled.WORTH) == "compiled by numba"
+    found.clear()
+    assert "not installed" in compiled.describe(compiled.WORTH)
+
+
 def test_without_numba_everything_works(tmp_path):
     (tmp_path / "numba.py").write_text("raise ImportError('not here')")
     code = (

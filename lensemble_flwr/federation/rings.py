@@ -68,17 +68,17 @@ def recommended(costs: list[RingCost]) -> RingCost | None:
     return next((cost for cost in costs if cost.negligible), None)
 
 
-def ring_line(bits: int, costs: list[RingCost]) -> str:
+def ring_line(bits: int, costs: list[RingCost], against: str = "the noise") -> str:
     """What preflight says of the configured ring."""
     best = recommended(costs)
-    listed = ", ".join(f"{cost.bits} bits: {_share(cost.added)}" for cost in costs)
-    text = f"ring of {bits} bits; rounding adds to the variance of the noise or update: {listed}"
+    listed = ", ".join(f"{cost.bits} bits {_share(cost.added)}" for cost in costs)
+    text = f"ring of {bits} bits; variance of the rounding over that of {against}: {listed}"
     own = next((cost for cost in costs if cost.bits == bits), None)
     if best is None or own is None or best.bits == bits:
         return text
     if best.bits < bits:
         saved = 1 - best.wire_bytes / own.wire_bytes
-        return f"{text}. secagg.ring_bits={best.bits} would send {saved:.0%} less and change nothing else"
+        return f"{text}. secagg.ring_bits={best.bits} would send {saved:.0%} less at no loss to speak of"
     return f"{text}. WARNING: too coarse; use secagg.ring_bits={best.bits}"
 
 
