@@ -8,12 +8,16 @@ import os
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
+from lensemble_flwr.compiled import describe
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ConfigError, PrivacyBudgetExceeded
 from lensemble_flwr.federation.claim_inputs import claims_of
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
 from lensemble_flwr.federation.records import Guarantee
 from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
+from lensemble_flwr.federation.rings import RingCost, ring_costs, ring_line
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Progress, Task
 from lensemble_flwr.federation.tasks import build_task
@@ -46,6 +50,8 @@ class Preflight:
     memory_bytes: int
     seconds: float
     seconds_source: str
+    rings: tuple[RingCost, ...] = ()
+    """The rings that would do, narrowest first."""
     left: int | None = None
     """Rounds that the ledgers of existing sites still allow (the fewest of them); None: there are no sites yet."""
     without_coin: tuple[float, float] | None = None
@@ -165,7 +171,11 @@ class Preflight:
             f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; memory about "
             f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"
         )
+        if self.rings:
+            against = "the noise" if privacy.enabled else "a public update"
+            lines.append(ring_line(plan.ring.bits, list(self.rings), against))
         if not short:
+            lines.append(f"loops of the release path and the masks: {describe(plan.dimension)}")
             grade, why_not = claim_grade(self.claims, list(privacy.claim))
             lines += ["", claims_table(self.claims), ""]
             if privacy.claim:
@@ -244,12 +254,13 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
     rehearsal, update_seconds = None, math.inf
     for _ in range(3):  # the first builds and encodes what later ones find
         started = time.monotonic()
-        task.public_update(task.initial(), 0, steps=config.diloco.inner_steps, sketch_seed=0)
+        update = task.public_update(task.initial(), 0, steps=config.diloco.inner_steps, sketch_seed=0)
         update_seconds = min(update_seconds, time.monotonic() - started)
     if config.privacy.enabled:
         if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:
             rehearsal = rehearse(task, config, plan, progress)
             update_seconds = rehearsal.update_seconds
+    mean_square = float(np.mean(np.square(update, dtype=np.float64))) if update is not None else 0.0
     up, down = _traffic(plan, config.secagg.compares_views)
     cores = os.cpu_count() or 1
     seconds = _START_S + config.diloco.rounds * (
@@ -270,6 +281,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         memory_bytes=_PROCESS_BYTES + plan.dimension * (5 * 4 + 8) + 6 * plan.ring.wire_bytes,
         seconds=seconds,
         seconds_source=source,
+        rings=tuple(ring_costs(config, plan.n, plan.dimension, mean_square)),
         left=_rounds_left(config, plan) if simulation else None,
         without_coin=_without_coin(config, plan),
     )

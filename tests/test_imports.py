@@ -16,6 +16,7 @@ LAYERS = [
     {"lensemble_flwr.errors"},
     {"lensemble_flwr.config", "lensemble_flwr.durable", "lensemble_flwr.processes"},
     {"lensemble_flwr.home"},
+    {"lensemble_flwr.compiled"},
     {
         "lensemble_flwr.model",
         "lensemble_flwr.data",

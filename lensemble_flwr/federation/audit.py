@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,10 +131,10 @@ def observe(opened: RoundOpen, view: str, updates: Sequence[NDArray[np.float32] 
     """
     ring = RingParams(opened.ring_bits, len(opened.roster), opened.scale_log2, opened.dimension)
     count = 1 if view == "local" else opened.min_survivors - opened.colluders
-    total = np.zeros(opened.dimension, ring.lane)
+    total: NDArray[Any] = np.zeros(opened.dimension, ring.lane)
     for i, identity in enumerate(opened.roster[:count]):
         update = updates[i] if i < len(updates) else None
-        total += wrap(release_update(update, opened, identity, simulation=False).q, ring)
+        total += wrap(release_update(update, opened, identity, simulation=False).q.astype(np.int64), ring)
     return decode(center(total, ring), ring, count)
 
 

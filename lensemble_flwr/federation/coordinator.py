@@ -42,6 +42,7 @@ from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.task import Task, theta_hash
 from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
 from lensemble_flwr.secagg import ServerSession, from_wire, signature_holds
+from lensemble_flwr.secagg.keystream import cores
 
 MAX_ATTEMPTS = 3
 MAX_BURNT_IN_A_ROW = 2
@@ -489,7 +490,7 @@ class Coordinator:
         self.on_event("asked", {"round": opened.round})
         answers, _ = self._ask(Stage.UNMASK, {i: {BODY: question} for i in session.signers})
         take(session.add_reveal, {i: r.body for i, r in answers.items()})
-        total = session.unmask()
+        total = session.unmask(threads=cores())
         self._check_norm(opened, total, len(session.u3))
         stored = StoredSum(total, tuple(sorted(session.u3)))
         self.folder.store_sum(opened.round, stored)

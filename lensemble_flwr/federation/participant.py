@@ -37,6 +37,7 @@ from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 from lensemble_flwr.privacy.noise import OsEntropy
 from lensemble_flwr.secagg import ClientSession, to_wire
+from lensemble_flwr.secagg.keystream import cores
 
 ACK = b"\x01"
 _PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
@@ -270,7 +271,7 @@ class SiteParticipant:
             # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
             # peers in them, would give the masks away one by one.
             self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
-        lanes = session.masked(envelopes, release.q)
+        lanes = session.masked(envelopes, release.q, threads=cores())
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]

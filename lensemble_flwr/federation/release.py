@@ -19,6 +19,7 @@ from lensemble_flwr.privacy.mechanism import (
     add_noise,
     clip_to_grid,
     encode_exact,
+    private_release,
     take_part,
     to_release,
     zero_update,
@@ -49,11 +50,15 @@ def release_update(delta: np.ndarray | None, opened: RoundOpen, identity: bytes,
         if delta is None:
             raise ContractViolation("Without privacy there is no zero update.")
         return encode_exact(delta, ring.scale_log2, ring.qmax, entropy)
+    if delta is not None and delta.shape != (opened.dimension,):
+        raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
+    if opened.sample_rate == 1.0 and opened.mechanism == Mechanism.GAUSSIAN:  # the steps below in one pass
+        return private_release(
+            delta, opened.dimension, opened.clip_norm, opened.noise_std, entropy, ring.scale_log2, ring.qmax
+        )
     if delta is None:
         clipped = zero_update(opened.dimension, opened.clip_norm, opened.noise_std)
     else:
-        if delta.shape != (opened.dimension,):
-            raise ContractViolation(f"The update has shape {delta.shape}, not ({opened.dimension},).")
         clipped = clip_to_grid(delta, opened.clip_norm, opened.noise_std)
     if opened.sample_rate < 1.0:  # a public value; the zero update of a failure throws its coin, too
         clipped = take_part(clipped, opened.participation, entropy)

@@ -26,7 +26,7 @@ import decimal
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -37,7 +37,9 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from lensemble_flwr.compiled import use
 from lensemble_flwr.errors import ConfigError, ContractViolation
+from lensemble_flwr.privacy import noise_loops
 
 BLOCK = 1 << 15
 """Coordinates drawn at a time. Part of the format of replayed noise."""
@@ -56,6 +58,7 @@ RELATIVE_BITS = 300
 EXACT = decimal.Context(prec=150, Emin=-(10**6), Emax=10**6)  # floating point: 150 digits relative, 498 bits
 _NONCE_BYTES = 1 << 32  # keystream under one nonce; AES-GCM allows 2^36
 _TAYLOR = [1.0 / math.factorial(i) for i in range(26)]
+_TAYLOR_ARRAY = np.array(_TAYLOR)
 
 _Words = NDArray[np.uint64]
 _Ints = NDArray[np.int64]
@@ -320,32 +323,124 @@ class RoundedGaussian:
         Args:
             values: int64, shape (d,), contiguous.
         """
-        rejected = []
-        for block in blocks(values.size):
-            part = values[block]
-            proposal, accepted = self._propose(part.size, stream)
-            rejected.append(np.flatnonzero(~accepted) + block.start)
-            proposal[rejected[-1] - block.start] = 0
-            part += proposal
-        left = np.concatenate(rejected) if rejected else np.empty(0, np.int64)
-        while left.size:  # about 1 in 100; redone together, which is cheaper than block by block
-            again = []
-            for block in blocks(left.size):
-                part = left[block]
-                proposal, accepted = self._propose(part.size, stream)
-                values[part[accepted]] += proposal[accepted]
-                again.append(part[~accepted])
-            left = np.concatenate(again)
-        self._scratch[:] = 0
+
+        def put(index: _Ints, noised: _Ints) -> None:
+            values[index] = noised
+
+        self.stream_to(values.size, values.__getitem__, lambda block, noised: None, put, stream)
+
+    def stream_to(
+        self,
+        size: int,
+        load: Callable[[slice], _Ints],
+        store: Callable[[slice, _Ints], None],
+        put: Callable[[_Ints, _Ints], None],
+        stream: Keystream,
+    ) -> None:
+        """The noise of ``size`` coordinates without a vector of that length in hand; the integers of :meth:`add_to`.
+
+        Args:
+            size: d.
+            load: gives a block of integers, int64, contiguous, to be altered in place.
+            store: takes the block, noised, but for about 1 in 100 coordinates, which are 0.
+            put: takes those: their indices and what they should be, int64 both.
+            stream: read in the order of the blocks, then for the left coordinates in the order of their indices.
+        """
+        fast = use(size, noise_loops.choose, noise_loops.propose, noise_loops.decide)
+        add = self._add_fast if fast else self._add
+        left, kept = [], []
+        try:
+            for block in blocks(size):
+                part = load(block)
+                rejected = add(part, stream)
+                kept.append(part[rejected])
+                left.append(rejected + block.start)
+                part[rejected] = 0  # what has no noise yet is handed to nobody
+                store(block, part)
+            index, values = _joined(left), _joined(kept)
+            while index.size:  # redone together, which is cheaper than block by block
+                for block in blocks(index.size):
+                    part = values[block]
+                    rejected = add(part, stream)
+                    done = np.ones(part.size, np.bool_)
+                    done[rejected] = False
+                    put(index[block][done], part[done])
+                    left.append(index[block][rejected])
+                    kept.append(part[rejected])
+                    part[:] = 0
+                index, values = _joined(left), _joined(kept)
+        finally:
+            for part in kept:
+                part[:] = 0
+            self._scratch[:] = 0
+
+    def _add(self, part: _Ints, stream: Keystream) -> _Ints:
+        """Add a proposal where it is accepted; the positions where it was rejected."""
+        proposal, accepted = self._propose(part.size, stream)
+        rejected = np.flatnonzero(~accepted)
+        proposal[rejected] = 0
+        part += proposal
+        return rejected
+
+    def _add_fast(self, part: _Ints, stream: Keystream) -> _Ints:
+        """The same by compiled loops."""
+        table, count = self._table, part.size
+        begin, proposals, at, proposal, v, size = self._scratch[:6]
+        sums, t = self._scratch[7:].view(np.float64)
+        words = stream.words(2 * count)
+        first, second = words[:count], words[count:]
+        if noise_loops.choose.compiled()(first, table.high, table.starts, self._fraction_bits, begin):
+            proposed, accepted = self._weigh(words, stream)  # once in 2^35 blocks
+            rejected = np.flatnonzero(~accepted)
+            proposed[rejected] = 0
+            part += proposed
+            return rejected
+        found = noise_loops.propose.compiled()(
+            part,
+            first,
+            second,
+            begin,
+            self._fraction_bits,
+            table.j,
+            table.half_inverse_square,
+            self._v_unit,
+            1.0 - table.margin - self._v_unit,
+            proposals,
+            sums,
+            at,
+            proposal,
+            t,
+            v,
+            size,
+        )
+        if not found:
+            return np.empty(0, np.int64)
+        at, proposal, t, v, size = at[:found], proposal[:found], t[:found], v[:found], size[:found]
+        more, verdicts = stream.words(found), np.empty(found, np.int8)
+        open_cases = noise_loops.decide.compiled()(
+            part, at, proposal, t, v, more, _TAYLOR_ARRAY, _terms(t), self._v_unit, table.margin, verdicts
+        )
+        if open_cases:
+            more = more.copy()
+            for i in np.flatnonzero(verdicts == 2):
+                start = int(begin[at[i]])
+                bits = int(v[i]) << 64 | int(more[i])
+                verdicts[i] = self._decide_exactly(bits, 128 - self._v_shift, start, int(size[i]), stream)
+                if verdicts[i]:
+                    part[at[i]] += proposal[i]
+        return at[verdicts == 0]
 
     def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
         """One proposal each, and whether it is accepted."""
-        table = self._table
+        return self._weigh(stream.words(2 * count), stream)
+
+    def _weigh(self, words: _Words, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
+        """The proposals that these words make."""
+        table, count = self._table, words.size // 2
         column, fraction, high, sign, offset, v, start = self._scratch[:7, :count]
         t, uniform = self._scratch[7:, :count].view(np.float64)
 
         # A column and a fraction within it; a sign; a place in the stratum; a uniform to accept with.
-        words = stream.words(2 * count)
         first, second = words[:count], words[count:]
         np.right_shift(first, np.uint64(self._fraction_bits + 1), out=column.view(np.uint64))
         np.bitwise_and(first, np.uint64((1 << self._fraction_bits) - 1), out=fraction.view(np.uint64))
@@ -387,9 +482,7 @@ class RoundedGaussian:
         margin = self._table.margin
         more = stream.words(t.size).copy()
         uniform = (v + (more >> np.uint64(11)).astype(np.float64) * 2.0**-53) * self._v_unit
-        largest, terms = float(t.max()), 2
-        while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:  # t <= 2: 26 terms do
-            terms += 1
+        terms = _terms(t)
         ratio = np.full_like(t, _TAYLOR[terms])
         for coefficient in reversed(_TAYLOR[:terms]):
             ratio *= t
@@ -409,6 +502,23 @@ class RoundedGaussian:
                 uniform = uniform << RELATIVE_BITS | stream.integer(RELATIVE_BITS)
                 bits += RELATIVE_BITS
             return uniform < int(ratio * 2**bits)
+
+
+def _terms(t: NDArray[np.float64]) -> int:
+    """Degree at which the Taylor polynomial of exp(-t) is close enough for the largest t; t <= 2: 25 do."""
+    largest, terms = float(t.max()), 2
+    while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:
+        terms += 1
+    return terms
+
+
+def _joined(parts: list[_Ints]) -> _Ints:
+    """One array; the parts are wiped and forgotten."""
+    whole = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    for part in parts:
+        part[:] = 0
+    parts.clear()
+    return whole
 
 
 def blocks(size: int, block: int = BLOCK) -> Iterator[slice]:

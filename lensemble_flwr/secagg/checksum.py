@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lensemble_flwr.secagg import keystream
+from lensemble_flwr.secagg import keystream, mask_loops
 from lensemble_flwr.secagg.ring import RingParams
 
 COLUMNS = 1 << 12
@@ -52,14 +53,26 @@ class SegmentDigest:
         self._columns = np.zeros(COLUMNS, np.int64)
         self._at = 0  # the column of the next coordinate
 
-    def update(self, values: npt.NDArray[np.int64]) -> None:
+    def update(self, values: npt.NDArray[Any]) -> None:
         lead = min(-self._at % COLUMNS, values.size)
         whole = lead + (values.size - lead) // COLUMNS * COLUMNS
         self._columns[self._at : self._at + lead] += values[:lead]
         if whole > lead:
-            self._columns += np.add.reduce(values[lead:whole].reshape(-1, COLUMNS), axis=0)
+            self._columns += np.add.reduce(values[lead:whole].reshape(-1, COLUMNS), axis=0, dtype=np.int64)
         self._columns[: values.size - whole] += values[whole:]
         self._at = (self._at + values.size) % COLUMNS
+
+    def fold(self, values: npt.NDArray[Any], lanes: npt.NDArray[Any], limit: int) -> bool:
+        """:meth:`update`, and lanes = values, by a compiled loop; whether all |values| <= limit."""
+        outside = mask_loops.fold.compiled()(values, lanes, self._columns, self._at, limit)
+        self._at = (self._at + values.size) % COLUMNS
+        return not outside
+
+    def unfold(self, lanes: npt.NDArray[Any], values: npt.NDArray[np.int64], limit: int, bits: int) -> bool:
+        """values = centered lanes, and :meth:`update`, by a compiled loop; whether all |values| <= limit."""
+        outside = mask_loops.unfold.compiled()(lanes, values, self._columns, self._at, limit, bits)
+        self._at = (self._at + values.size) % COLUMNS
+        return not outside
 
     def term(self) -> int:
         return int(np.dot(self._columns.view(np.uint64), self._weights)) * self._row % _MODULUS  # dot wraps mod 2^64

@@ -13,6 +13,7 @@ added at once, so no mask of the vector's length ever exists.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -91,6 +92,12 @@ def apply(out: npt.NDArray[Any], plus: Sequence[Key], minus: Sequence[Key], *, t
         masks.wipe()
 
     for_each(one, -(-out.size // SEGMENT), threads)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def for_each(work: Callable[[int], T], count: int, threads: int) -> list[T]:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lensemble_flwr.compiled import use
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import checksum, keystream
+from lensemble_flwr.secagg import checksum, keystream, mask_loops
 from lensemble_flwr.secagg.keystream import SEGMENT, Key
-from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_lanes, check_range
+from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_lanes, check_range, out_of_reach
 
+_FOLD = 12 * checksum.COLUMNS  # coordinates that numpy passes over several times, in the first-level caches
 _TAIL_SEGMENT = 2**32 - 1  # the tail has a keystream segment of its own
 
 
@@ -33,7 +35,7 @@ def mask(
 
     Args:
         out: lanes, shape (padded,), overwritten. Zeroed if anything fails, so that no unmasked part of q stays there.
-        q: the encoded payload, shape (d,): signed int64, or ring lanes. Not altered.
+        q: the encoded payload, shape (d,): signed int32 or int64, or ring lanes. Not altered.
         ring, t1: the round's ring and transcript.
         plus, minus: keys of the masks to add and to subtract.
         threads: the result does not depend on it.
@@ -41,29 +43,28 @@ def mask(
     Raises:
         SecureAggregationError: malformed_update for wrong arrays or a value over the range. No value is in the text.
     """
-    check_array(q, ring.dimension, (np.dtype("=i8"), ring.lane), "The payload")
+    check_array(q, ring.dimension, (np.dtype("=i4"), np.dtype("=i8"), ring.lane), "The payload")
     check_array(out, ring.padded, (ring.lane,), "The output")
     if not out.flags.writeable or np.may_share_memory(out, q):
         raise SecureAggregationError("The output must be writable and apart from q.", cause="malformed_update")
     weights = checksum.weights(t1, ring)
 
+    fast = q.dtype != ring.lane and use(q.size, mask_loops.fold)
+
     def one(segment: int) -> int:
         digest = checksum.SegmentDigest(segment, weights)
         masks = keystream.Masks(segment, plus, minus, ring.lane)
         for target, values in _walk(out, q, ring, segment, masks):
-            if values.dtype != np.int64:
-                check_lanes(values, ring)
-                values = center(values, ring)
-            if values.size and (values.max() > ring.qmax or values.min() < -ring.qmax):
+            ones = target.size - values.size
+            target[:ones] = 1
+            if not (
+                digest.fold(values, target[ones:], ring.qmax) if fast else _fold(values, target[ones:], digest, ring)
+            ):
                 raise SecureAggregationError(
                     "The payload has a coordinate over the range of the ring.",
                     "Clamp to qmax before masking.",
                     cause="malformed_update",
                 )
-            digest.update(values)
-            ones = target.size - values.size
-            target[:ones] = 1
-            np.copyto(target[ones:], values, casting="unsafe")  # wraps
             masks.apply(target)
             _reduce(target, ring)
         masks.wipe()
@@ -75,6 +76,20 @@ def mask(
     except BaseException:
         out.fill(0)
         raise
+
+
+def _fold(values: npt.NDArray[Any], lanes: Lanes, digest: checksum.SegmentDigest, ring: RingParams) -> bool:
+    """lanes = values, wrapped, and the values into the digest; whether all of them are in range."""
+    for start in range(0, values.size, _FOLD):
+        part, target = values[start : start + _FOLD], lanes[start : start + _FOLD]
+        if part.dtype == ring.lane:
+            check_lanes(part, ring)
+            part = center(part, ring)
+        if part.max() > ring.qmax or part.min() < -ring.qmax:
+            return False
+        np.copyto(target, part, casting="unsafe")  # wraps
+        digest.update(part)
+    return True
 
 
 def accumulate(total: Lanes, vector: Lanes, ring: RingParams) -> None:
@@ -105,6 +120,7 @@ def unmask(
     """
     weights = checksum.weights(t1, ring)
     opened = np.empty(ring.dimension, np.int64)
+    fast = use(ring.dimension, mask_loops.unfold)
 
     def one(segment: int) -> int:
         digest = checksum.SegmentDigest(segment, weights)
@@ -115,9 +131,15 @@ def unmask(
             ones = target.size - values.size
             if not np.all(target[:ones] == count):
                 raise _unbalanced(f"The sentinels of segment {segment} do not count {count} members.")
-            center(target[ones:], ring, out=values)
-            check_range(values, count * ring.qmax)
-            digest.update(values)
+            if fast:
+                if not digest.unfold(target[ones:], values, count * ring.qmax, ring.bits):
+                    raise out_of_reach()
+                continue
+            for start in range(0, values.size, _FOLD):
+                part = values[start : start + _FOLD]
+                center(target[ones + start : ones + start + part.size], ring, out=part)
+                check_range(part, count * ring.qmax)
+                digest.update(part)
         masks.wipe()
         return digest.term()
 

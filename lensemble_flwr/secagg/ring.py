@@ -316,11 +316,16 @@ def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray
 def check_range(total: npt.NDArray[np.int64], limit: int) -> None:
     """Refuse a sum that honest summands cannot have. Raises SecureAggregationError: sum_check_failed."""
     if total.size and (total.max() > limit or total.min() < -limit):
-        raise SecureAggregationError(
-            "A coordinate of the sum is over what its summands can reach.",
-            "A mask did not cancel or a member left the range; discard the round.",
-            cause="sum_check_failed",
-        )
+        raise out_of_reach()
+
+
+def out_of_reach() -> SecureAggregationError:
+    """The error of a sum that honest summands cannot have."""
+    return SecureAggregationError(
+        "A coordinate of the sum is over what its summands can reach.",
+        "A mask did not cancel or a member left the range; discard the round.",
+        cause="sum_check_failed",
+    )
 
 
 def to_wire(vector: Lanes, ring: RingParams) -> npt.NDArray[np.uint8]:

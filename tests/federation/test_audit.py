@@ -52,6 +52,17 @@ def audit(opened: RoundOpen, canary: str, view: str, rounds: int, count: int) ->
 # --- planted defects: each takes (patch, RoundOpen) ---
 
 
+def step_by_step(patch: pytest.MonkeyPatch) -> None:
+    """The typed steps in place of the single pass, which gives the same integers (test_mechanism): a place to plant."""
+
+    def steps(delta: Any, dimension: int, clip: float, std: float, entropy: Any, scale_log2: int, qmax: int) -> Any:
+        zero = mechanism.zero_update
+        clipped = zero(dimension, clip, std) if delta is None else release.clip_to_grid(delta, clip, std)
+        return release.to_release(release.add_noise(clipped, std, entropy), scale_log2, qmax)
+
+    patch.setattr(release, "private_release", steps)
+
+
 def half_scale(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
     patch.setattr(mechanism, "RoundedGaussian", lambda std, ratio: RoundedGaussian(std / 2, ratio))
 
@@ -62,10 +73,12 @@ def _without_clipping(delta: np.ndarray, clip_norm: float, noise_std: float) -> 
 
 
 def no_clip(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
+    step_by_step(patch)
     patch.setattr(release, "clip_to_grid", _without_clipping)
 
 
 def clip_after_noise(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
+    step_by_step(patch)
     real = release.add_noise
 
     def noise_then_clip(update: Any, std: float, entropy: Any) -> mechanism.NoisedUpdate:
@@ -85,6 +98,7 @@ def same_key_in_two_rounds(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None
 
 
 def round_before_noise(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
+    step_by_step(patch)
     real = release.clip_to_grid
 
     def to_ring_grid(delta: np.ndarray, clip_norm: float, noise_std: float) -> mechanism.ClippedUpdate:
@@ -97,17 +111,19 @@ def round_before_noise(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
 
 
 def noise_on_half_of_the_coordinates(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
+    step_by_step(patch)
     real = RoundedGaussian.add_to
     patch.setattr(RoundedGaussian, "add_to", lambda self, values, s: real(self, values[: values.size // 2], s))
 
 
 def no_noise_on_a_zero_update(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
+    step_by_step(patch)
     real = RoundedGaussian.add_to
     patch.setattr(RoundedGaussian, "add_to", lambda self, values, s: real(self, values, s) if values.any() else None)
 
 
 def share_of_m(patch: pytest.MonkeyPatch, opened: RoundOpen) -> None:
-    patch.setattr(plan, "own_noise_std", lambda g, sigma, clip, m, k: sigma * clip / math.sqrt(m))
+    patch.setattr(plan, "own_noise_std", lambda g, sigma, clip, m, k, people: sigma * clip / math.sqrt(m))
     plan.make_plan.cache_clear()
 
 

@@ -60,7 +60,7 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    found, init, words, add = Spy(), Keystream.__init__, Keystream.words, RoundedGaussian.add_to
+    found, init, words, stream_to = Spy(), Keystream.__init__, Keystream.words, RoundedGaussian.stream_to
 
     def opening(self: Keystream, key: bytearray) -> None:
         found.keys.append(bytes(key))
@@ -71,14 +71,28 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         found.streams.append(result.tobytes())
         return result
 
-    def adding(self: RoundedGaussian, values: np.ndarray, stream: Keystream) -> None:
-        before = values.copy()
-        add(self, values, stream)
-        found.noises.append((values - before, float(self._table.std)))
+    def adding(self: RoundedGaussian, size: int, load: Any, store: Any, put: Any, stream: Keystream) -> None:
+        before, after = np.empty((2, size), np.int64)
+
+        def loading(block: slice) -> np.ndarray:
+            part = load(block)
+            before[block] = part
+            return part
+
+        def storing(block: slice, noised: np.ndarray) -> None:
+            after[block] = noised
+            store(block, noised)
+
+        def putting(index: np.ndarray, noised: np.ndarray) -> None:
+            after[index] = noised
+            put(index, noised)
+
+        stream_to(self, size, loading, storing, putting, stream)
+        found.noises.append((after - before, float(self._table.std)))
 
     monkeypatch.setattr(Keystream, "__init__", opening)
     monkeypatch.setattr(Keystream, "words", reading)
-    monkeypatch.setattr(RoundedGaussian, "add_to", adding)
+    monkeypatch.setattr(RoundedGaussian, "stream_to", adding)
     return found
 
 
@@ -365,7 +379,7 @@ def test_noise_is_independent_across_rounds_participants_and_processes() -> None
 
     drawn = [draw(r, i) for r in range(2) for i in range(2)]
     for body in in_children(2, lambda: draw(2, 2).tobytes()):
-        drawn.append(np.frombuffer(body, np.int64))
+        drawn.append(np.frombuffer(body, np.int32))
     bound = 6 / math.sqrt(record.dimension)
     for one, other in itertools.combinations(drawn, 2):
         a, b = (x.astype(np.float64) for x in (one, other))

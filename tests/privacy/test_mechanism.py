@@ -371,7 +371,7 @@ def test_ring_rounding_is_exact_half_up_and_clamped():
     assert release.q[:4].tolist() == [1, 0, 0, -1]
     expected = [math.floor(Fraction(int(v), 1 << shift) + Fraction(1, 2)) for v in values]
     assert release.q.tolist() == expected
-    assert release.q.dtype == np.int64
+    assert release.q.dtype == np.int32
     assert release.ring.step == 2.0**-20
     values[:2] = [1 << 60, -(1 << 60)]
     clamped = to_release(update, 20, 12_000_000)

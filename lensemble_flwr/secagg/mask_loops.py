@@ -1,0 +1,54 @@
+"""The loops around the keystream for :mod:`lensemble_flwr.compiled`: one pass where numpy takes four."""
+
+# mypy: disallow_untyped_defs=False, check_untyped_defs=False
+
+from __future__ import annotations
+
+import numpy as np
+
+from lensemble_flwr.compiled import loop
+
+
+@loop(
+    "int64(Array(int32, 1, 'C', readonly=True), uint32[::1], int64[::1], int64, int64)",
+    "int64(Array(int32, 1, 'C', readonly=True), uint16[::1], int64[::1], int64, int64)",
+    "int64(Array(int64, 1, 'C', readonly=True), uint32[::1], int64[::1], int64, int64)",
+    "int64(Array(int64, 1, 'C', readonly=True), uint16[::1], int64[::1], int64, int64)",
+)
+def fold(values, lanes, columns, at, limit):
+    """lanes = values, wrapped; add the values to the columns of the checksum, from column ``at`` on. Returns how many
+    exceed the limit in magnitude."""
+    outside, start = 0, 0
+    while start < values.size:
+        run = min(columns.size - at, values.size - start)
+        given, made, sums = values[start : start + run], lanes[start : start + run], columns[at : at + run]
+        for i in range(run):
+            value = np.int64(given[i])
+            outside += (value > limit) | (value < -limit)
+            sums[i] += value
+            made[i] = value
+        start += run
+        at = 0
+    return np.int64(outside)
+
+
+@loop(
+    "int64(uint32[::1], int64[::1], int64[::1], int64, int64, int64)",
+    "int64(uint16[::1], int64[::1], int64[::1], int64, int64, int64)",
+)
+def unfold(lanes, values, columns, at, limit, bits):
+    """values = lanes, centered; add them to the columns of the checksum, from column ``at`` on. Returns how many exceed
+    the limit in magnitude."""
+    unused = np.int64(64 - bits)
+    outside, start = 0, 0
+    while start < values.size:
+        run = min(columns.size - at, values.size - start)
+        given, made, sums = lanes[start : start + run], values[start : start + run], columns[at : at + run]
+        for i in range(run):
+            value = (np.int64(given[i]) << unused) >> unused
+            outside += (value > limit) | (value < -limit)
+            sums[i] += value
+            made[i] = value
+        start += run
+        at = 0
+    return np.int64(outside)
