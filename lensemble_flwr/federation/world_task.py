@@ -221,6 +221,7 @@ class WorldTask:
             objective=self._objective,
             sketch_seed=sketch_seed,
             first_step=round_index * steps,
+            landmarks=self._normalised_by,
         )
         if not result.finite:
             raise ContractViolation("The local steps diverged.")
@@ -243,6 +244,7 @@ class WorldTask:
             spec=self.inner_spec,
             objective=self._objective,
             sketch_seed=sketch_seed,
+            landmarks=self._normalised_by,
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
 
@@ -360,6 +362,10 @@ class WorldTask:
     @cached_property
     def _landmarks(self) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.probe.frames.transpose(0, 3, 1, 2)))
+
+    @property
+    def _normalised_by(self) -> torch.Tensor | None:
+        return self._landmarks if self._frame_moves and self.config.inner.landmark_norm else None
 
     @cached_property
     def _landmark_targets(self) -> torch.Tensor:
