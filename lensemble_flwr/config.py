@@ -191,7 +191,8 @@ class GaugeConfig:
 class InnerConfig:
     """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
 
-    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks.
+    ``landmark_norm``: while the encoder trains, the public landmarks join every batch: they normalise its hidden units,
+    and SIGReg sees them beside the local frames.
     """
 
     optimizer: str
