@@ -191,8 +191,7 @@ class GaugeConfig:
 class InnerConfig:
     """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
 
-    ``landmark_norm``: while the encoder trains, the public landmarks join every batch: they normalise its hidden units,
-    and SIGReg sees them beside the local frames.
+    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks.
     """
 
     optimizer: str
@@ -248,6 +247,7 @@ class DataConfig:
     wind: float
     turbulence: float
     flavour: str
+    cameras: str
 
 
 @dataclass(frozen=True)

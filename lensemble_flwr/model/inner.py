@@ -263,9 +263,8 @@ def inner_steps(
         objective: loss; with its frame anchor, if there is one.
         sketch_seed: s_t of the round.
         first_step: number of the first step, for the random directions of SIGReg.
-        landmarks: (k, C, H, W) public frames that join every batch while the encoder trains: its hidden units are
-            normalised by them (:class:`~lensemble_flwr.model.encoder.LandmarkNorm`) and SIGReg sees them beside the
-            local frames. The anchor's, if there is one. None: the batch is local alone.
+        landmarks: (k, C, H, W) public frames that the encoder's hidden units are normalised by while it trains (see
+            :class:`~lensemble_flwr.model.encoder.LandmarkNorm`); the anchor's, if there is one. None: not normalised.
 
     Returns:
         New weights and state; ``theta`` and ``state`` are not changed.
@@ -415,23 +414,20 @@ def _generic(
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
             if isinstance(data, Trajectories):
                 frames = data.frames[index].flatten(0, 1)
-                encode, beside = model.encode, None
+                encode: Encode | None = model.encode
                 if landmarks is None:
-                    latents = encode(frames.to(device))
+                    latents = model.encode(frames.to(device))
                 else:  # one pass: the landmarks normalise the batch, and the anchor takes their latents from it
-                    both = encode(torch.cat([frames, landmarks]).to(device))
-                    latents, beside = both[: len(frames)], both[len(frames) :]
-                    encode = _only(landmarks, beside)
+                    both = model.encode(torch.cat([frames, landmarks]).to(device))
+                    latents, encode = both[: len(frames)], _only(landmarks, both[len(frames) :])
                 latents = latents.view(len(index), segment, -1)
             else:
-                encode = beside = None
-                latents = data.latents[index].to(device)
+                encode, latents = None, data.latents[index].to(device)
             embedded = head(data.actions[index[:, :-1]].to(device))
             terms = objective(
                 *(model, latents, embedded, sketch_seed, first_step + step),
                 encoder_trains=isinstance(data, Trajectories),
                 encode=encode,
-                beside=beside,
             )
         optimizer.zero_grad(set_to_none=True)
         terms.total.backward()

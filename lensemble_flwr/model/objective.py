@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lensemble_flwr.errors import ContractViolation
@@ -86,7 +85,6 @@ class Objective:
         *,
         encoder_trains: bool = True,
         encode: Encode | None = None,
-        beside: Tensor | None = None,
     ) -> LossTerms:
         """All three terms.
 
@@ -97,8 +95,6 @@ class Objective:
             sketch_seed, step: name the random directions of SIGReg.
             encoder_trains: with a frozen encoder SIGReg and anchor are constants and are left out.
             encode: what the anchor is called with; None: the model's own.
-            beside: (k, z) latents of public landmarks that SIGReg takes together with the batch's. A batch that shows a
-                part of the world is then not spread over the whole latent; the batch and the landmarks together are.
         """
         spec = self.spec
         prediction = self.prediction(model, latents, actions)
@@ -106,7 +102,6 @@ class Objective:
         gaussian = frame = None
         if encoder_trains and spec.lambda_sig:
             rows = latents.reshape(-1, latents.shape[-1])
-            rows = rows if beside is None else torch.cat([rows, beside])
             gaussian = sigreg(rows, sketch_seed, step, spec.sketch_dim, spec.knots, spec.t_max)
             total = total + spec.lambda_sig * gaussian
         if encoder_trains and spec.lambda_anc and self.anchor is not None:

@@ -65,6 +65,16 @@ def test_landmark_norm_moves_the_full_surface_only() -> None:
     assert np.array_equal(trained["predictor", "true"], trained["predictor", "false"])
 
 
+def test_cameras_of_their_own_share_the_warm_start_and_are_read_by_one_probe() -> None:
+    one, own = make("federation.surface=full"), make("federation.surface=full data.cameras=own data.heldout_shifted=20")
+    assert one.base_hash == own.base_hash  # public data are seen through no camera
+    assert not torch.equal(one.local_data(2).frames, own.local_data(2).frames)
+    metrics = own.evaluate(own.initial())
+    assert np.isfinite(metrics["state_probe_r2"])
+    assert metrics["unseen_camera_r2"] != metrics["state_probe_r2"]
+    assert "unseen_camera_r2" not in one.evaluate(one.initial())
+
+
 def test_everybody_builds_the_same_public_constants() -> None:
     one, two = make(), make()
     assert one.base_hash == two.base_hash

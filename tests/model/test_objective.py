@@ -27,17 +27,6 @@ def test_terms_add_up(batch) -> None:
     )
 
 
-def test_sigreg_takes_the_landmarks_beside_the_batch(batch) -> None:
-    model, z, a = batch
-    landmarks = torch.randn(7, 8)
-    terms = Objective(ObjectiveSpec())(model, z, a, 1, 2, beside=landmarks)
-    both = torch.cat([z.reshape(-1, 8), landmarks])
-    assert terms.sigreg.item() == pytest.approx(float(sigreg(both, 1, 2, 64)))
-    plain = Objective(ObjectiveSpec())(model, z, a, 1, 2)
-    assert terms.prediction.item() == plain.prediction.item()
-    assert terms.sigreg.item() != plain.sigreg.item()
-
-
 def test_prediction_is_teacher_forced_plus_rolled_out(batch) -> None:
     model, z, a = batch
     forced = torch.stack([model.predict(z[:, t - 1], z[:, t], a[:, t]) for t in (1, 2, 3)], dim=1)
