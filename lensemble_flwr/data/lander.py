@@ -60,8 +60,9 @@ _FLIGHT = (
 )  # in the cache key, so that tuning a number cannot meet an old cache
 
 
-# What a camera makes of a colour: out = clip(M rgb), red, green and blue weighed anew. Black stays black. Participant i
-# has camera i; the last one is nobody's and occurs in held-out episodes only. Public episodes are as they were drawn.
+# What a camera makes of a colour: out = clip(M rgb), red, green and blue weighed anew. Black stays black.
+# Participant i has camera i; the last one is nobody's and occurs in held-out episodes only. Public episodes are as
+# they were drawn.
 CAMERAS = (
     ((1.00, 0.00, 0.00), (0.00, 0.55, 0.00), (0.00, 0.00, 0.35)),  # warm light
     ((0.00, 0.00, 0.90), (0.90, 0.00, 0.00), (0.00, 0.90, 0.00)),  # channels rotated
@@ -276,8 +277,8 @@ def world_of(spec: LanderSpec, shard: Shard, episode: int) -> World:
 def camera_of(spec: LanderSpec, shard: Shard, episode: int) -> int | None:
     """Index into ``CAMERAS`` of an episode; None: as the simulator drew it.
 
-    Held-out episodes change cameras in pairs, so that even and odd ones (a probe is fitted on the even ones and read on
-    the odd ones) have the same cameras.
+    Held-out episodes change cameras in pairs, so that even and odd ones (a probe is fitted on the even ones and read
+    on the odd ones) have the same cameras.
     """
     if spec.cameras == "one" or shard.split in ("public", "heldout_nominal"):
         return None
