@@ -160,6 +160,8 @@ class LandmarkNorm(nn.Module):
     """
 
     eps = 1e-5
+    scale: Tensor
+    shift: Tensor
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
