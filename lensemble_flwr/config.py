@@ -237,7 +237,10 @@ class GaugeConfig:
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head."""
+    """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
+
+    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks.
+    """
 
     optimizer: str
     lr: float
@@ -246,6 +249,7 @@ class InnerConfig:
     head_lr: float
     device: str
     reset_optimizer: bool
+    landmark_norm: bool
     deterministic: bool
 
     def __post_init__(self) -> None:
@@ -291,6 +295,7 @@ class DataConfig:
     wind: float
     turbulence: float
     flavour: str
+    cameras: str
 
 
 @dataclass(frozen=True)

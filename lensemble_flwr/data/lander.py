@@ -60,6 +60,18 @@ _FLIGHT = (
 )  # in the cache key, so that tuning a number cannot meet an old cache
 
 
+# What a camera makes of a colour: out = clip(M rgb), red, green and blue weighed anew. Black stays black.
+# Participant i has camera i; the last one is nobody's and occurs in held-out episodes only. Public episodes are as
+# they were drawn.
+CAMERAS = (
+    ((1.00, 0.00, 0.00), (0.00, 0.55, 0.00), (0.00, 0.00, 0.35)),  # warm light
+    ((0.00, 0.00, 0.90), (0.90, 0.00, 0.00), (0.00, 0.90, 0.00)),  # channels rotated
+    ((0.00, 0.70, 0.00), (0.00, 0.00, 0.70), (0.70, 0.00, 0.00)),  # rotated the other way, and darker
+    ((0.40, 0.40, 0.40), (0.40, 0.40, 0.40), (0.40, 0.40, 0.40)),  # grey, and brighter
+    ((0.53, -0.27, 0.53), (0.53, 0.53, -0.27), (-0.27, 0.53, 0.53)),  # hue turned by 60 degrees, and darker
+)
+
+
 @dataclass(frozen=True)
 class LanderSpec:
     """What to simulate. Sizes are episodes; "per body" means for each of the two bodies.
@@ -71,6 +83,8 @@ class LanderSpec:
         episodes_per_participant, public_episodes (per body), heldout_shifted (per body), heldout_nominal (per body).
         gravity_nominal: of public and heldout_nominal, m/s^2, between -12 and 0.
         gravity_shift: range of the participants' and heldout_shifted's gravities, m/s^2.
+        cameras: "one" (everybody sees what the simulator draws) or "own" (participant i sees through ``CAMERAS[i]``,
+            held-out shifted episodes through all of them in turn). It changes pictures only, no flight and no label.
         wind, turbulence: the simulator's wind_power (0..20) and turbulence_power (0..2) for shifted episodes.
         frames: pictures of an episode (actions: one fewer). frameskip: simulator steps (1/50 s) between pictures.
         image_size: pixels a side. terrain_seed: fixes the ground. seed: fixes everything else.
@@ -94,10 +108,13 @@ class LanderSpec:
     image_size: int = 64
     terrain_seed: int = 7
     seed: int = 0
+    cameras: str = "one"
 
     def __post_init__(self) -> None:
         if self.flavour not in ("fleet", "silos"):
             raise ConfigError(f"unknown lander flavour {self.flavour!r}.", "Use 'fleet' or 'silos'.")
+        if self.cameras not in ("one", "own"):
+            raise ConfigError(f"data.cameras={self.cameras!r} is unknown.", "Use 'one' or 'own'.")
         whole = {
             "participants": (1, 10_000),
             "episodes_per_participant": (1, 10_000),
@@ -114,6 +131,11 @@ class LanderSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"data.{name}={value!r} is not a whole number in {low}..{high}.", "Change it.")
+        if self.cameras == "own" and self.participants >= len(CAMERAS):
+            raise ConfigError(
+                f"data.cameras=own has cameras for {len(CAMERAS) - 1} participants, not {self.participants}.",
+                "Use fewer participants, or data.cameras=one.",
+            )
         if isinstance(self.gravity_shift, list):  # configuration files have no tuples
             object.__setattr__(self, "gravity_shift", tuple(self.gravity_shift))
         if not isinstance(self.gravity_shift, tuple) or len(self.gravity_shift) != 2:
@@ -158,7 +180,10 @@ class LanderSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {**asdict(self), "gravity_shift": list(self.gravity_shift)}
+        values = {**asdict(self), "gravity_shift": list(self.gravity_shift)}
+        if self.cameras == "one":
+            del values["cameras"]  # a set that was made before there were cameras keeps its key
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LanderSpec:
@@ -172,7 +197,9 @@ class LanderSpec:
         """Hex key of the cache: the spec, the generator and every package that can change a pixel."""
         packages = {name: _package_version(name) for name in PIXEL_PACKAGES}
         generator = [GENERATOR_VERSION, _FLIGHT]
-        what = {"spec": self.to_dict(), "generator": generator, "packages": packages}
+        what: dict[str, Any] = {"spec": self.to_dict(), "generator": generator, "packages": packages}
+        if self.cameras == "own":
+            what["cameras"] = CAMERAS
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
 
     def shards(self) -> tuple[Shard, ...]:
@@ -245,6 +272,23 @@ def world_of(spec: LanderSpec, shard: Shard, episode: int) -> World:
     left = _START_X[0] + third * (0, 2, 1)[shard.index % 3]
     wind = spec.wind * shard.index / max(1, spec.participants - 1)
     return World(gravity, wind, spec.turbulence, (left, left + third))
+
+
+def camera_of(spec: LanderSpec, shard: Shard, episode: int) -> int | None:
+    """Index into ``CAMERAS`` of an episode; None: as the simulator drew it.
+
+    Held-out episodes change cameras in pairs, so that even and odd ones (a probe is fitted on the even ones and read
+    on the odd ones) have the same cameras.
+    """
+    if spec.cameras == "one" or shard.split in ("public", "heldout_nominal"):
+        return None
+    return shard.index if shard.split == "participant" else episode // 2 % len(CAMERAS)
+
+
+def through_camera(frames: NDArray[np.uint8], camera: int) -> NDArray[np.uint8]:
+    """Pictures uint8 [..., 3] as camera ``camera`` sees them."""
+    table = np.rint(np.asarray(CAMERAS[camera]) * 256).astype(np.int32)  # whole numbers: the same on every machine
+    return np.clip((frames.astype(np.int32) @ table.T + 128) >> 8, 0, 255).astype(np.uint8)
 
 
 class _Craft:
@@ -377,6 +421,8 @@ def simulate(spec: LanderSpec, shard: Shard, episode: int) -> Episode:
                 break
     if flight is not None:
         frames, actions, states = flight
+        camera = camera_of(spec, shard, episode)
+        frames = frames if camera is None else through_camera(frames, camera)
         meta: dict[str, MetaValue] = {"split": shard.split, "index": shard.index, "episode": episode}
         meta |= {"attempt": attempt, "gravity": world.gravity, "wind": world.wind, "turbulence": world.turbulence}
         return Episode(frames, actions, states, shard.body, meta)

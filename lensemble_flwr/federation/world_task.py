@@ -16,7 +16,7 @@ import torch
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import episode_hash, iterate
-from lensemble_flwr.data.lander import LanderSpec
+from lensemble_flwr.data.lander import CAMERAS, LanderSpec, camera_of
 from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
 from lensemble_flwr.data.store import LanderData, ensure_dataset, open_dataset
 from lensemble_flwr.data.windows import without
@@ -62,6 +62,7 @@ class WorldTask:
             frameskip=data.frameskip,
             image_size=model.image_size,
             seed=config.seed,
+            cameras=data.cameras,
         )
         self.model_spec = ModelSpec(
             image_size=model.image_size,
@@ -221,6 +222,7 @@ class WorldTask:
             objective=self._objective,
             sketch_seed=sketch_seed,
             first_step=round_index * steps,
+            landmarks=self._normalised_by,
         )
         if not result.finite:
             raise ContractViolation("The local steps diverged.")
@@ -243,6 +245,7 @@ class WorldTask:
             spec=self.inner_spec,
             objective=self._objective,
             sketch_seed=sketch_seed,
+            landmarks=self._normalised_by,
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
 
@@ -314,17 +317,30 @@ class WorldTask:
         return {name: float(value) for name, value in metrics.items()}
 
     def _state_metrics(self, model: WorldModel, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
-        """Means over bodies: R^2 of (x, y) (fit on even held-out episodes, read on odd ones); altitude error."""
-        r2, altitude = [], []
+        """Means over bodies: R^2 of (x, y) (fit on even held-out episodes, read on odd ones); altitude error.
+
+        With cameras of their own, one probe reads all participants' cameras; the camera that nobody has is left out of
+        it and gets a figure of its own (read by the same probe).
+        """
+        found: dict[str, list[float]] = {"state_probe_r2": [], "altitude_rmse": []}
         for body, latents in held_out.items():
             assert latents.states is not None
             rows = torch.repeat_interleave(torch.arange(len(latents.lengths)), torch.tensor(latents.lengths))
-            fit, read = rows % 2 == 0, rows % 2 == 1
+            known = self._known_camera(body)[rows]
+            fit, read = known & (rows % 2 == 0), rows % 2 == 1
             xy = latents.states[:, list(_XY)]
             probe = fit_probe(latents.latents[fit], xy[fit])
-            r2.append(float(probe.r2(latents.latents[read], xy[read]).mean()))
-            altitude.append(probe_rmse(model, self._public_heads[body], latents, probe, _ALTITUDE))
-        return {"state_probe_r2": sum(r2) / len(r2), "altitude_rmse": sum(altitude) / len(altitude)}
+            for name, these in (("state_probe_r2", read & known), ("unseen_camera_r2", read & ~known)):
+                if these.any():
+                    found.setdefault(name, []).append(float(probe.r2(latents.latents[these], xy[these]).mean()))
+            found["altitude_rmse"].append(probe_rmse(model, self._public_heads[body], latents, probe, _ALTITUDE))
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+    def _known_camera(self, body: str) -> torch.Tensor:
+        """For each held-out episode under shifted physics: whether its camera is one that a participant may have."""
+        shard = self.data.heldout_shifted(body).shard
+        cameras = [camera_of(self.data_spec, shard, episode) for episode in range(shard.count)]
+        return torch.tensor([camera != len(CAMERAS) - 1 for camera in cameras])
 
     def _held_out(self, split: str, model: WorldModel) -> dict[str, LatentTrajectories]:
         if not self._frame_moves:  # one frozen encoder: encode once
@@ -360,6 +376,10 @@ class WorldTask:
     @cached_property
     def _landmarks(self) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.probe.frames.transpose(0, 3, 1, 2)))
+
+    @property
+    def _normalised_by(self) -> torch.Tensor | None:
+        return self._landmarks if self._frame_moves and self.config.inner.landmark_norm else None
 
     @cached_property
     def _landmark_targets(self) -> torch.Tensor:

@@ -10,6 +10,8 @@ usually needed for here, keeping a JEPA from collapsing at the start, is done on
   :func:`fold_normaliser` puts the statistics of the public frames into the projector's own weights, which computes
   the same, and the normaliser is gone. From then on SIGReg alone keeps the latent healthy. (Near z = 0 its gradient
   is proportional to z: it keeps a healthy latent healthy but cannot raise a collapsed one.)
+* participants may normalise too, but by what *public* landmarks give under the current weights
+  (:class:`LandmarkNorm`), and fold it before they release: nothing of their own batches is in it.
 """
 
 from __future__ import annotations
@@ -146,20 +148,65 @@ def attach_normaliser(encoder: Encoder) -> None:
     encoder.normaliser = nn.BatchNorm1d(encoder.spec.projector_width, affine=True).to(encoder.mean_image.device)
 
 
+class LandmarkNorm(nn.Module):
+    """Give every hidden unit the mean and spread that it had at first on public landmarks, whatever the weights below.
+
+    The landmarks are the last ``count`` rows of each batch, so the gradient goes through their statistics, as in batch
+    normalisation; but a frame's output does not depend on the private frames beside it, and what is computed in
+    training is exactly what remains after :func:`fold_normaliser`.
+
+    Args:
+        hidden: (count, units), the landmarks' hidden units under the starting weights.
+    """
+
+    eps = 1e-5
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.count = len(hidden)
+        self.register_buffer("scale", hidden.detach().var(dim=0, correction=0).add(self.eps).sqrt())
+        self.register_buffer("shift", hidden.detach().mean(dim=0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, units) -> (B, units); the last ``count`` rows are the landmarks'."""
+        scale, shift = self.fold(hidden[-self.count :])
+        return hidden * scale + shift
+
+    def fold(self, landmarks: Tensor) -> tuple[Tensor, Tensor]:
+        """Factor and summand, each (units,), for hidden units of landmarks (count, units)."""
+        scale = self.scale.to(landmarks) * (landmarks.var(dim=0, correction=0) + self.eps).rsqrt()
+        return scale, self.shift.to(landmarks) - landmarks.mean(dim=0) * scale
+
+
+@torch.no_grad()
+def attach_landmark_norm(encoder: Encoder, landmarks: Tensor) -> None:
+    """Normalise by public landmarks (k, C, H, W) from here on. Changes no output of the present weights.
+
+    From now on the encoder must be given batches that end in the landmarks, until :func:`fold_normaliser`.
+    """
+    encoder.normaliser = LandmarkNorm(encoder.projected(landmarks.to(encoder.mean_image.device)))
+
+
 @torch.no_grad()
 def fold_normaliser(encoder: Encoder, frames: Tensor) -> None:
     """Put the normaliser's scale and the statistics of these public frames into the projector, and remove it.
 
     Args:
         encoder: changed in place; computes afterwards what it computed with the statistics of ``frames``.
-        frames: public frames (B, C, H, W), on any device.
+        frames: public frames (B, C, H, W), on any device; the landmarks if it was :func:`attach_landmark_norm`.
     """
     normaliser = encoder.normaliser
-    if not isinstance(normaliser, nn.BatchNorm1d):
+    if not isinstance(normaliser, (nn.BatchNorm1d, LandmarkNorm)):
         return
     units = torch.cat([encoder.projected(part).double() for part in frames.split(256)])
-    scale = normaliser.weight.double() * (units.var(dim=0, correction=0) + normaliser.eps).rsqrt()
-    bias = (encoder.projector.bias.double() - units.mean(dim=0)) * scale + normaliser.bias.double()
+    if isinstance(normaliser, LandmarkNorm):
+        scale, shift = normaliser.fold(units)
+        bias = encoder.projector.bias.double() * scale + shift
+    else:
+        scale = normaliser.weight.double() * (units.var(dim=0, correction=0) + normaliser.eps).rsqrt()
+        bias = (encoder.projector.bias.double() - units.mean(dim=0)) * scale + normaliser.bias.double()
     encoder.projector.weight.copy_(encoder.projector.weight.double() * scale[:, None])
     encoder.projector.bias.copy_(bias)
     encoder.normaliser = nn.Identity()

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation, DataError
+from lensemble_flwr.model.encoder import attach_landmark_norm, fold_normaliser
 from lensemble_flwr.model.heads import ActionHead, clone_state, head_from_state
 from lensemble_flwr.model.layout import ParameterLayout
-from lensemble_flwr.model.objective import Objective
+from lensemble_flwr.model.objective import Encode, Objective
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec
 from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories, file_metadata
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories
@@ -245,6 +246,7 @@ def inner_steps(
     objective: Objective,
     sketch_seed: bytes | int,
     first_step: int = 0,
+    landmarks: Tensor | None = None,
 ) -> InnerResult:
     """Train ``steps`` steps on one participant's data.
 
@@ -261,6 +263,8 @@ def inner_steps(
         objective: loss; with its frame anchor, if there is one.
         sketch_seed: s_t of the round.
         first_step: number of the first step, for the random directions of SIGReg.
+        landmarks: (k, C, H, W) public frames that the encoder's hidden units are normalised by while it trains (see
+            :class:`~lensemble_flwr.model.encoder.LandmarkNorm`); the anchor's, if there is one. None: not normalised.
 
     Returns:
         New weights and state; ``theta`` and ``state`` are not changed.
@@ -286,8 +290,14 @@ def inner_steps(
             head.to(device)
             if not trains_encoder and isinstance(data, Trajectories):
                 data = encode_trajectories(model, data)
-            result = _generic(model, layout, data, head, state, steps, spec, objective, sketch_seed, first_step, device)
+            public = landmarks if trains_encoder else None
+            if public is not None:
+                attach_landmark_norm(model.encoder, public)
+            result = _generic(
+                *(model, layout, data, head, state, steps, spec, objective, sketch_seed, first_step, device, public)
+            )
         finally:
+            model.encoder.normaliser = nn.Identity()  # folded, or the call failed and the workspace is void
             model.to("cpu")
             model.requires_grad_(True)
     return result
@@ -355,6 +365,17 @@ def _kept(
     return replace(state, head=clone_state(head), moments=moments, counts=counts, drawn=drawn)
 
 
+def _only(landmarks: Tensor, latents: Tensor) -> Encode:
+    """An encode function that knows the landmarks alone."""
+
+    def encode(frames: Tensor) -> Tensor:
+        if frames is not landmarks:
+            raise ContractViolation("The anchor's landmarks are not those that the encoder is normalised by.")
+        return latents
+
+    return encode
+
+
 def _generic(
     model: WorldModel,
     layout: ParameterLayout,
@@ -367,6 +388,7 @@ def _generic(
     sketch_seed: bytes | int,
     first_step: int,
     device: torch.device,
+    landmarks: Tensor | None,
 ) -> InnerResult:
     segment = objective.spec.segment
     starts = data.starts(segment)
@@ -391,14 +413,21 @@ def _generic(
         index = starts[order][:, None] + span
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
             if isinstance(data, Trajectories):
-                frames = data.frames[index].flatten(0, 1).to(device)
-                latents = model.encode(frames).view(len(index), segment, -1)
+                frames = data.frames[index].flatten(0, 1)
+                encode: Encode | None = model.encode
+                if landmarks is None:
+                    latents = model.encode(frames.to(device))
+                else:  # one pass: the landmarks normalise the batch, and the anchor takes their latents from it
+                    both = model.encode(torch.cat([frames, landmarks]).to(device))
+                    latents, encode = both[: len(frames)], _only(landmarks, both[len(frames) :])
+                latents = latents.view(len(index), segment, -1)
             else:
-                latents = data.latents[index].to(device)
+                encode, latents = None, data.latents[index].to(device)
             embedded = head(data.actions[index[:, :-1]].to(device))
             terms = objective(
                 *(model, latents, embedded, sketch_seed, first_step + step),
                 encoder_trains=isinstance(data, Trajectories),
+                encode=encode,
             )
         optimizer.zero_grad(set_to_none=True)
         terms.total.backward()
@@ -409,5 +438,7 @@ def _generic(
             losses[1] = float(terms.total.detach())
             losses[0] = losses[1] if step == 0 else losses[0]
     kept = _kept(named, optimizer, state, head, drawn)
+    if landmarks is not None:
+        fold_normaliser(model.encoder, landmarks.to(device))
     model.to("cpu")
     return _finish(layout, model, kept, (losses[0], losses[1]), spec.lr)

@@ -12,7 +12,10 @@ from lensemble_flwr.model.sigreg import sigreg
 from lensemble_flwr.model.spec import ObjectiveSpec
 from lensemble_flwr.model.world_model import WorldModel
 
-Anchor = Callable[[Callable[[Tensor], Tensor]], Tensor]
+Encode = Callable[[Tensor], Tensor]
+"""Frames to latents."""
+
+Anchor = Callable[[Encode], Tensor]
 """A frame anchor: takes the encode function, gives a scalar loss (``lensemble_flwr.gauge.FrameAnchor``)."""
 
 
@@ -81,6 +84,7 @@ class Objective:
         step: int,
         *,
         encoder_trains: bool = True,
+        encode: Encode | None = None,
     ) -> LossTerms:
         """All three terms.
 
@@ -90,6 +94,7 @@ class Objective:
             actions: (B, L - 1, e) embeddings.
             sketch_seed, step: name the random directions of SIGReg.
             encoder_trains: with a frozen encoder SIGReg and anchor are constants and are left out.
+            encode: what the anchor is called with; None: the model's own.
         """
         spec = self.spec
         prediction = self.prediction(model, latents, actions)
@@ -100,6 +105,6 @@ class Objective:
             gaussian = sigreg(rows, sketch_seed, step, spec.sketch_dim, spec.knots, spec.t_max)
             total = total + spec.lambda_sig * gaussian
         if encoder_trains and spec.lambda_anc and self.anchor is not None:
-            frame = self.anchor(model.encode)
+            frame = self.anchor(encode or model.encode)
             total = total + spec.lambda_anc * frame
         return LossTerms(total, prediction, gaussian, frame)

@@ -16,6 +16,7 @@ from lensemble_flwr.data.lander import (
     Shard,
     World,
     body_of,
+    camera_of,
     seed_of,
     simulate,
     world_of,
@@ -30,6 +31,9 @@ CALM = World(-5.0, 0.0, 0.0, (-0.1, 0.1))
     "changes",
     [
         {"flavour": "other"},
+        {"cameras": "two"},
+        {"cameras": "own"},
+        {"cameras": "own", "participants": 5},
         {"participants": 0},
         {"participants": 2.0},
         {"participants": True},
@@ -65,6 +69,44 @@ def test_spec_round_trip_and_key() -> None:
         LanderSpec.from_dict({"other": 1})
     assert LanderSpec(wind=0).key() == LanderSpec(wind=0.0).key()
     assert len({s.key() for s in (LanderSpec(), LanderSpec.shift_a(), LanderSpec(seed=1), spec, TINY)}) == 5
+
+
+def test_one_camera_keeps_the_key_and_own_cameras_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cameras" not in TINY.to_dict()  # the key of a set that was made before there were cameras
+    own = replace(TINY, cameras="own")
+    assert LanderSpec.from_dict(json.loads(json.dumps(own.to_dict()))) == own
+    assert own.key() != TINY.key()
+    before = own.key()
+    monkeypatch.setattr(lander, "CAMERAS", (lander.CAMERAS[1], *lander.CAMERAS[1:]))
+    assert own.key() != before
+
+
+def test_a_camera_changes_pictures_and_nothing_else(tiny: LanderData) -> None:
+    own = replace(TINY, cameras="own")
+    for shard in TINY.shards():
+        seen, drawn = simulate(own, shard, 1), tiny.source(shard.name).episode(1)
+        np.testing.assert_array_equal(seen.states, drawn.states)
+        np.testing.assert_array_equal(seen.actions, drawn.actions)
+        assert seen.meta == drawn.meta
+        camera = camera_of(own, shard, 1)
+        assert (camera is None) == (shard.split in ("public", "heldout_nominal"))
+        assert (seen.frames.tobytes() == drawn.frames.tobytes()) == (camera is None)
+        assert episode_hash(seen) == episode_hash(simulate(own, shard, 1))
+
+
+def test_cameras_of_silos_and_held_out() -> None:
+    spec = LanderSpec.silos(cameras="own")
+    assert [camera_of(spec, Shard("participant", body_of(i), i, 9), 3) for i in range(4)] == [0, 1, 2, 3]
+    held = [camera_of(spec, Shard("heldout_shifted", CONTINUOUS, 0, 20), e) for e in range(20)]
+    assert held[::2] == held[1::2] == [0, 1, 2, 3, 4] * 2
+
+
+@pytest.mark.parametrize("camera", range(len(lander.CAMERAS)))
+def test_what_a_camera_makes_of_colours(camera: int) -> None:
+    colours = np.random.default_rng(camera).integers(0, 256, (50, 3), dtype=np.uint8)
+    exact = np.clip(colours @ np.asarray(lander.CAMERAS[camera]).T, 0, 255)
+    assert np.abs(lander.through_camera(colours, camera) - exact).max() < 2.0
+    assert not lander.through_camera(np.zeros((2, 3), np.uint8), camera).any()
 
 
 def test_the_key_names_the_library_versions(monkeypatch: pytest.MonkeyPatch) -> None:

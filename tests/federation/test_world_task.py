@@ -53,6 +53,28 @@ def test_surfaces(surface: str) -> None:
     assert {"r5", "r1", "effective_rank", "latent_std_mean", "state_probe_r2"} <= set(metrics)
 
 
+def test_landmark_norm_moves_the_full_surface_only() -> None:
+    common = "inner.optimizer=adamw inner.batch_size=8"
+    trained = {}
+    for surface in ("full", "predictor"):
+        for norm in ("true", "false"):
+            task = make(f"federation.surface={surface} {common} inner.landmark_norm={norm}")
+            result = task.local_update(task.initial(), 0, None, steps=2, sketch_seed=5, round_index=0)
+            trained[surface, norm] = result.theta
+    assert not np.array_equal(trained["full", "true"], trained["full", "false"])
+    assert np.array_equal(trained["predictor", "true"], trained["predictor", "false"])
+
+
+def test_cameras_of_their_own_share_the_warm_start_and_are_read_by_one_probe() -> None:
+    one, own = make("federation.surface=full"), make("federation.surface=full data.cameras=own data.heldout_shifted=20")
+    assert one.base_hash == own.base_hash  # public data are seen through no camera
+    assert not torch.equal(one.local_data(2).frames, own.local_data(2).frames)
+    metrics = own.evaluate(own.initial())
+    assert np.isfinite(metrics["state_probe_r2"])
+    assert metrics["unseen_camera_r2"] != metrics["state_probe_r2"]
+    assert "unseen_camera_r2" not in one.evaluate(one.initial())
+
+
 def test_everybody_builds_the_same_public_constants() -> None:
     one, two = make(), make()
     assert one.base_hash == two.base_hash

@@ -8,7 +8,7 @@ from torch import nn
 
 from lensemble_flwr.errors import ContractViolation, DataError
 from lensemble_flwr.model import Encoder, WorldModel, preset
-from lensemble_flwr.model.encoder import attach_normaliser, fit_pixels, fold_normaliser
+from lensemble_flwr.model.encoder import attach_landmark_norm, attach_normaliser, fit_pixels, fold_normaliser
 from tests.model.blobs import CONTINUOUS, blobs
 
 
@@ -77,6 +77,31 @@ def test_folding_the_normaliser_changes_nothing(encoder: Encoder) -> None:
     assert torch.allclose(made(frames), before, atol=2e-4)
     assert set(made.state_dict()) == set(encoder.state_dict())
     fold_normaliser(made, frames)  # nothing left to fold
+
+
+def test_landmark_norm_is_the_identity_at_first_and_holds_the_landmarks_statistics() -> None:
+    torch.manual_seed(2)
+    made = Encoder(preset("tiny"))
+    private, landmarks = blobs(CONTINUOUS, 3, 4).frames, blobs(CONTINUOUS, 6, 5).frames
+    fit_pixels(made, landmarks)
+    plain = made(private)
+    units = made.projected(landmarks)
+    attach_landmark_norm(made, landmarks)
+    assert torch.allclose(made(torch.cat([private, landmarks]))[: len(private)], plain, atol=1e-4)
+    with torch.no_grad():  # other weights below: the landmarks' mean and spread stay
+        made.projector.weight.mul_(3).add_(0.1 * torch.randn_like(made.projector.weight))
+        made.projector.bias.add_(5)
+    moved = made.projected(landmarks)
+    normalised = made.normaliser(moved)
+    assert (moved.mean(dim=0) - units.mean(dim=0)).abs().min() > 1
+    assert torch.allclose(normalised.mean(dim=0), units.mean(dim=0), atol=1e-3)
+    assert torch.allclose(normalised.std(dim=0), units.std(dim=0), rtol=2e-2, atol=1e-3)
+    both = made(torch.cat([private, landmarks]))
+    alone = made(torch.cat([private[:1], landmarks]))  # no frame's latent depends on its private neighbours
+    assert torch.allclose(alone[:1], both[:1], atol=1e-5)
+    fold_normaliser(made, landmarks)
+    assert isinstance(made.normaliser, nn.Identity)
+    assert torch.allclose(made(private), both[: len(private)], atol=1e-4)
 
 
 def test_refusals(encoder: Encoder) -> None:

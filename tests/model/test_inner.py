@@ -56,6 +56,36 @@ def run(warm, surface, data, state=None, steps=5, spec=None, goal=None, theta=No
     )
 
 
+def test_landmark_norm_trains_and_is_folded_away(warm, local) -> None:
+    landmarks = blobs(CONTINUOUS, 6, 41).frames[:32]
+    model, layout, theta, state = start(warm, "full")
+    units = model.encoder.projected(landmarks)
+    anchor = FrameAnchor(landmarks, model.encode(landmarks), tolerance=0)
+    goal = Objective(ObjectiveSpec(lambda_anc=0.1), anchor)
+    extra = {"steps": 6, "spec": InnerSpec(lr=3e-3, batch_size=8), "objective": goal, "sketch_seed": 3}
+    result = inner_steps(model, layout, theta, local, state, landmarks=landmarks, **extra)
+    assert result.finite
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in warm.build_model().named_parameters()}
+    after = model.encoder.projected(landmarks)
+    assert torch.allclose(after.mean(dim=0), units.mean(dim=0), atol=1e-2)  # what the normaliser holds
+    plain = inner_steps(warm.build_model(), layout, theta, local, state, **extra)
+    assert not np.array_equal(plain.theta, result.theta)
+    again = inner_steps(warm.build_model(), layout, theta, local, state, landmarks=landmarks, **extra)
+    assert np.array_equal(again.theta, result.theta)
+
+
+def test_landmark_norm_needs_the_anchors_landmarks(warm, local) -> None:
+    landmarks = blobs(CONTINUOUS, 6, 41).frames[:32]
+    model, layout, theta, state = start(warm, "full")
+    goal = Objective(ObjectiveSpec(lambda_anc=0.1), FrameAnchor(landmarks, model.encode(landmarks), tolerance=0))
+    with pytest.raises(ContractViolation, match="landmarks"):
+        inner_steps(
+            *(model, layout, theta, local, state),
+            **{"steps": 1, "spec": InnerSpec(), "objective": goal, "sketch_seed": 3, "landmarks": landmarks.clone()},
+        )
+    model.encode(local.frames[:2])  # the workspace is usable again
+
+
 @pytest.mark.parametrize("surface", ["full", "predictor", "adapter"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_trains_and_leaves_its_arguments_alone(warm, local, surface, optimizer) -> None:
