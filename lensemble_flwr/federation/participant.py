@@ -69,12 +69,14 @@ class SiteParticipant:
 
         Raises:
             RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH).
+            PolicyViolation: a rule of the site forbids the run.
         """
         request = JoinRequest.decode(body)
         if request.config_hash != config_hash(self.config):
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
+        self.site.policy.check_run(self.config, self.site.coordinators())
         reply = JoinReply(PROTOCOL_VERSION, self.site.identity, self._commit(request.federation_id))
         return Outgoing(reply.encode())
 
@@ -162,7 +164,9 @@ class SiteParticipant:
             raise refused("The round has another size than the configuration.", Refusal.HASH_MISMATCH)
         if opened.replay and not self.runtime.simulation:
             raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
-        self.site.policy.check(opened)
+        policy = self.site.policy
+        policy.check_run(config, self.site.coordinators())
+        policy.check(opened)
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)

@@ -2,7 +2,10 @@
 
 identity.key     Ed25519 private key, 32 bytes: who this participant is, for ever
 site.secret      32 bytes: salts of dataset roots
-policy.json      what the operator allows
+policy.yaml      what the operator allows (policy.json at a simulated site)
+site.json        how this site is run (settings; only real sites have it)
+ca.crt           certificate authority of the coordinator whom the site's SuperNode trusts (only real sites)
+roster.json      identities of the other participants, where they are pinned
 ledger.jsonl, ledger.head   the privacy ledger
 answered/        one empty file per round whose unmask question was answered (the latch)
 masked/          one empty file per state of a protocol session that must not be left twice; deleted with its round
@@ -22,12 +25,15 @@ import secrets
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lensemble_flwr.data.commitment import derive_salt
 from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
+from lensemble_flwr.federation.site_settings import SiteSettings, load_settings
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
@@ -54,8 +60,11 @@ class Site:
         self._secret = self._read("site.secret", 32)
 
     @classmethod
-    def create(cls, folder: Path, policy: Policy) -> Site:
+    def create(cls, folder: Path, policy: Policy, policy_file: str = "policy.json") -> Site:
         """Make a site's folder with fresh keys, an empty ledger and this policy.
+
+        Args:
+            policy_file: ``policy.yaml`` for an operator to read and edit.
 
         Raises:
             ArtifactError: the folder cannot be written.
@@ -72,7 +81,7 @@ class Site:
             (folder / name).unlink(missing_ok=True)
         private = Ed25519PrivateKey.generate()
         atomic_write(folder / "site.secret", secrets.token_bytes(32))
-        save_policy(folder / "policy.json", policy)
+        save_policy(folder / policy_file, policy)
         PrivacyLedger.init(folder / "ledger.jsonl", private.public_key().public_bytes_raw())
         # The key comes last: a folder with a key is a whole site.
         atomic_write(folder / "identity.key", private.private_bytes_raw())
@@ -94,8 +103,35 @@ class Site:
 
     @property
     def policy(self) -> Policy:
-        """The policy as it is on disk now; rules are read again each round."""
-        return load_policy(self.folder / "policy.json")
+        """The policy as it is on disk now; rules are read again each round.
+
+        Raises:
+            ConfigError: missing, not valid, or there are two.
+        """
+        old, new = self.folder / "policy.json", self.folder / "policy.yaml"
+        if old.exists() and new.exists():
+            raise ConfigError(f"The site {self.folder} has two policies.", "Remove policy.json or policy.yaml.")
+        return load_policy(old if old.exists() else new)
+
+    @property
+    def settings(self) -> SiteSettings | None:
+        """How a real site is run; None at a simulated one."""
+        return load_settings(self.folder)
+
+    def coordinators(self) -> tuple[str, ...]:
+        """SHA-256 fingerprints (hex) of the certificate authorities in the site's ``ca.crt``; none without the file.
+
+        Raises:
+            ConfigError: the file holds no certificates.
+        """
+        try:
+            pem = (self.folder / "ca.crt").read_bytes()
+            certificates = x509.load_pem_x509_certificates(pem)
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.folder / 'ca.crt'} holds no readable certificate: {error}.") from error
+        return tuple(certificate.fingerprint(hashes.SHA256()).hex() for certificate in certificates)
 
     def ledger(self) -> PrivacyLedger:
         """Open and lock this site's ledger (a context manager)."""
