@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
-import sys
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,17 @@ def allowed_fabs(site: Path) -> list[str] | None:
     if old.exists() == new.exists():
         raise AppRefused("The site's policy cannot be read.")
     try:
+        text = (old if old.exists() else new).read_text(encoding="utf-8")
         if old.exists():
-            tree = json.loads(old.read_text(encoding="utf-8"))
+            tree = json.loads(text)
         else:
             import yaml
 
-            tree = yaml.safe_load(new.read_text(encoding="utf-8"))
+            tree = yaml.safe_load(text)
     except Exception as error:
         raise AppRefused("The site's policy cannot be read.") from error
+    if len(re.findall(r"""^\s*["']?allowed_fabs["']?\s*:""", text, re.MULTILINE)) > 1:
+        raise AppRefused("The site's rule allowed_fabs stands there twice.")
     rule = tree.get("allowed_fabs") if isinstance(tree, dict) else []
     if rule is None:
         return None
@@ -85,13 +89,12 @@ def install_guard(site: Path, module: Any, loading: Any) -> None:
 
 def main() -> None:
     """Judge, then be Flower's own ``flwr-clientapp``."""
-    from flwr.clientapp import utils as loading
     from flwr.supernode.cli import flwr_clientapp
-    from flwr.supernode.runtime import run_clientapp
 
-    install_guard(Path(__file__).resolve().parent.parent, run_clientapp, loading)
+    module = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    install_guard(Path(__file__).resolve().parent.parent, module, importlib.import_module("flwr.clientapp.utils"))
     flwr_clientapp()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

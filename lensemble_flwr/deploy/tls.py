@@ -26,7 +26,9 @@ from lensemble_flwr.errors import ConfigError
 CA_DAYS, SERVER_DAYS = 3650, 397
 _SKEW = timedelta(hours=1)
 """A new certificate is valid from an hour ago: machines' clocks differ."""
-_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*")
+_HOST = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
+)
 
 
 def alternative_name(text: str) -> x509.GeneralName:
