@@ -1,4 +1,4 @@
-"""``lensemble coordinator init|admit|dismiss|register|ping|nodes|renew|public``: the machine that runs the SuperLink."""
+"""``lensemble coordinator COMMAND``: the machine that runs the SuperLink."""
 
 from __future__ import annotations
 

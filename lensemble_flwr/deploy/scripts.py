@@ -27,8 +27,8 @@ umask 077
 SITE=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 PROGRAMS={_programs()}
 export PATH="$SITE/bin:$PROGRAMS:$PATH" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
-{_QUIET}"$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
-cd "$SITE"
+{_QUIET}cd "$SITE"
+"$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
 exec flower-supernode --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
     --auth-supernode-private-key "$SITE/supernode.key" --host 127.0.0.1 --port {runtime_port} \\
     --node-config "site=\\"$SITE\\""

@@ -56,6 +56,8 @@ def format_yaml(tree: Mapping[str, Any], comments: Mapping[str, str]) -> str:
 def _scalar(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_scalar(v) for v in value)}]"
+    if isinstance(value, str):
+        return yaml.safe_dump(value, default_style='"', width=10**6).strip()
     text = json.dumps(value, allow_nan=False)
     # 1e-05 is text for YAML 1.1, 1.0e-05 is a number.
     return re.sub(r"^(-?\d+)e", r"\1.0e", text) if isinstance(value, float) else text
