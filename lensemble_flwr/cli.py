@@ -155,11 +155,18 @@ def _coordinator(argv: Sequence[str]) -> int:
     return coordinator_command(argv)
 
 
+def _status(argv: Sequence[str]) -> int:
+    from lensemble_flwr.deploy.status import status_command
+
+    return status_command(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run one federation"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
+    "status": (_status, "how a run stands, and which sites are connected"),
     "site": (_site, "a real participant in one folder: init, connect, prepare, refresh, check"),
     "coordinator": (
         _coordinator,
