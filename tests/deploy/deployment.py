@@ -72,6 +72,9 @@ def wait(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
         time.sleep(0.3)
 
 
+OVERRIDES = [*script().run_overrides(4, "linear", 3), "federation.timeout_s=45"]
+
+
 class Federation:
     """One run on a deployment: its process on the coordinator's machine, its folder."""
 
@@ -144,3 +147,13 @@ def server_apps(deployment: Any) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def assert_consistent(federation: Federation) -> None:
+    """Every round is whole: who is in its sum was charged for it; nothing is left open."""
+    for record in federation.rounds():
+        assert record["outcome"] in ("committed", "burnt")
+        charged = [s for s in federation.deployment.sites if record["round"] in federation.states(s)]
+        assert len(charged) >= record["participants"]
+    for site in federation.deployment.sites:
+        assert not set(federation.states(site).values()) & {"reserved", "encoded"}, site.name

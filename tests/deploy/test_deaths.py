@@ -8,45 +8,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.deploy.deployment import Federation, kill_node, script, server_apps, staged, supervise, wait
+from tests.deploy.deployment import (
+    OVERRIDES,
+    Federation,
+    assert_consistent,
+    kill_node,
+    script,
+    server_apps,
+    supervise,
+    wait,
+)
 
 pytestmark = [pytest.mark.runtime, pytest.mark.slow]
-
-OVERRIDES = [*script().run_overrides(4, "linear", 3), "federation.timeout_s=45"]
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("deployment")
-    app = staged(folder / "app")
-    made = script().Deployment(folder / "machines", 4, namespaces=os.geteuid() == 0, app=app)
-    try:
-        made.set_up(OVERRIDES, budget=1000)
-        made.start_superlink()
-        made.register()
-        for site, stage in zip(made.sites, ("keys@0", "training@1", "unmask@3", ""), strict=True):
-            site.extra["HANG_AT"] = stage
-            made.start_site(site)
-        made.wait_for_sites()
-        yield made
-    finally:
-        made.close()
-
-
-def assert_consistent(federation: Federation) -> None:
-    """Every round is whole: who is in its sum was charged for it; nothing is left open."""
-    for record in federation.rounds():
-        assert record["outcome"] in ("committed", "burnt")
-        charged = [s for s in federation.deployment.sites if record["round"] in federation.states(s)]
-        assert len(charged) >= record["participants"]
-    for site in federation.deployment.sites:
-        assert not set(federation.states(site).values()) & {"reserved", "encoded"}, site.name
 
 
 def test_supernodes_die_before_keys_in_training_and_before_unmasking(deployment: Any, tmp_path: Path) -> None:
@@ -131,3 +109,75 @@ def test_the_network_of_one_site_is_cut_for_a_round(deployment: Any, tmp_path: P
     assert [r["outcome"] for r in records] == ["committed"] * 3
     assert records[1]["participants"] == 3
     assert_consistent(federation)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk of its own needs root")
+def test_the_disk_of_one_site_is_full_for_a_while(deployment: Any, tmp_path: Path) -> None:
+    site = deployment.sites[3]
+    before = (site.folder / "ledger.jsonl").read_bytes()
+    federation = Federation(deployment, OVERRIDES, tmp_path / "run")
+    filler = site.folder / "filler"
+    fill(filler)
+    federation.start()
+    try:
+        federation.wait_for_rounds(1)
+        ledger = (site.folder / "ledger.jsonl").read_bytes()
+        assert ledger == before  # what could not be written was not released, and is not half there
+    finally:
+        filler.unlink()
+    assert federation.end(600) == 0
+    records = federation.rounds()
+    assert [r["outcome"] for r in records] == ["committed"] * 3
+    assert records[0]["participants"] == 3
+    assert 0 not in federation.states(site)
+    assert_consistent(federation)
+    assert site.lensemble("ledger", "verify", site.folder, check=False).returncode == 0
+
+
+def fill(path: Path) -> None:
+    """Use up every byte of a disk."""
+    block = bytes(1 << 20)
+    with open(path, "wb", buffering=0) as file:
+        while block:
+            try:
+                file.write(block)
+            except OSError:
+                block = block[: len(block) // 2]
+
+
+SHIFTED = """
+import datetime as _d, time as _t
+_ahead = 3600
+class datetime(_d.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + _d.timedelta(seconds=_ahead)
+_d.datetime = datetime
+_time = _t.time
+_t.time = lambda: _time() + _ahead
+"""
+
+
+def test_a_site_whose_clock_is_an_hour_ahead_is_told_and_kept_out(deployment: Any, tmp_path: Path) -> None:
+    site = deployment.sites[3]
+    (tmp_path / "sitecustomize.py").write_text(SHIFTED)
+    site.stop()
+    site.extra["PYTHONPATH"] = f"{tmp_path}:{site.app}"
+    try:
+        checked = site.lensemble("site", "check", site.folder, check=False)
+        assert checked.returncode == 1
+        assert "REFUSED  clock" in checked.stdout
+        process = deployment.start_site(site)
+        with pytest.raises(script().LaunchError):
+            deployment.wait_for_sites(30)
+        assert process.poll() is not None or online(deployment) == 3
+    finally:
+        site.stop()
+        del site.extra["PYTHONPATH"]
+    supervise(deployment, site)
+    deployment.wait_for_sites()
+
+
+def online(deployment: Any) -> int:
+    listed = deployment.coordinator.lensemble("coordinator", "nodes", deployment.coordinator.folder)
+    return int(listed.stdout.count("online"))
