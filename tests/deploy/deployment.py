@@ -19,17 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 HANG = '''
-"""A participant hangs for ever at one stage of one round (HANG_AT=stage@round), once; a file tells that it is there."""
-import os, time
+"""A participant hangs for ever at a stage, once, if the file hang-STAGE is in its folder; hangs-STAGE tells so."""
+import time
 from lensemble_flwr.federation.participant import SiteParticipant
-from lensemble_flwr.federation.records import RoundOpen
 def hang_at(stage, method):
     inner = getattr(SiteParticipant, method)
     def outer(self, *args):
-        flag = self.site.folder / ("hangs-" + stage)
-        opened = RoundOpen.decode(args[0]) if stage == "keys" else self.public_round()
-        if os.environ.get("HANG_AT") == f"{stage}@{opened.round}" and not flag.exists():
-            flag.touch()
+        armed = self.site.folder / ("hang-" + stage)
+        if armed.exists():
+            armed.rename(self.site.folder / ("hangs-" + stage))
             time.sleep(3600)
         return inner(self, *args)
     setattr(SiteParticipant, method, outer)
@@ -122,13 +120,13 @@ def kill_node(site: Any) -> None:
     site.processes.clear()
 
 
-def supervise(deployment: Any, site: Any, timeout_s: float = 150) -> None:
+def supervise(deployment: Any, site: Any, timeout_s: float = 240) -> None:
     """Start a SuperNode again and again, as its systemd unit does, until it stays (Flower refuses it for a minute)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         process = deployment.start_site(site)
         try:
-            process.wait(15)
+            process.wait(30)  # it checks the site, starts and asks to be let in
         except subprocess.TimeoutExpired:
             return
         site.processes.clear()
