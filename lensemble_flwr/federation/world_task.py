@@ -21,7 +21,7 @@ from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
 from lensemble_flwr.data.store import LanderData, ShardSource, ensure_dataset, open_dataset
 from lensemble_flwr.data.windows import without
 from lensemble_flwr.durable import atomic_write
-from lensemble_flwr.errors import ArtifactError, ContractViolation
+from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
 from lensemble_flwr.federation.task import LocalResult, Progress, Slice
 from lensemble_flwr.gauge.align import FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
@@ -192,6 +192,11 @@ class WorldTask:
         tell = progress or (lambda what, done, total: None)
         if self._data_dir is None:
             raise ContractViolation("This task has no folder of a participant's own recordings.")
+        if partition >= self.data_spec.participants:
+            raise ConfigError(
+                f"There is no participant {partition}: this run has {self.data_spec.participants}.",
+                "Participants count from 0: correct the site's number, or federation.participants.",
+            )
         shard = next(s for s in self.data_spec.shards() if s.split == "participant" and s.index == partition)
         ensure_dataset(
             self.data_spec,
