@@ -19,14 +19,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 HANG = '''
-"""A participant hangs for ever at a stage, once, if the file hang-STAGE is in its folder; hangs-STAGE tells so."""
+"""A participant hangs for ever at a stage, once, in the first round from the one that the file hang-STAGE in its
+folder names; the file is then called hangs-STAGE."""
 import time
 from lensemble_flwr.federation.participant import SiteParticipant
+from lensemble_flwr.federation.records import RoundOpen
 def hang_at(stage, method):
     inner = getattr(SiteParticipant, method)
     def outer(self, *args):
         armed = self.site.folder / ("hang-" + stage)
-        if armed.exists():
+        opened = RoundOpen.decode(args[0]) if stage == "keys" else self.public_round()
+        if armed.exists() and opened.round >= int(armed.read_text()):
             armed.rename(self.site.folder / ("hangs-" + stage))
             time.sleep(3600)
         return inner(self, *args)
