@@ -353,6 +353,8 @@ class SiteParticipant:
                 self._check_model(closed, theta)
             if closed.round in ledger.rounds(fid):  # one that dropped out has nothing to settle, but gets the model
                 self._settle(ledger, fid, closed.round + 1, closed)
+            else:
+                self._settle_answered(ledger, fid, closed.round)
         opened = self.public_round()
         if opened is not None and opened.digest() == closed.open_hash:
             self.memory.clear()  # the secrets of a round that is over
@@ -406,6 +408,17 @@ class SiteParticipant:
             self.site.delete_release(fid, index)
         if closed is not None:
             self.site.note_closed(fid, closed.round, closed.theta_hash)
+
+    def _settle_answered(self, ledger: PrivacyLedger, fid: bytes, before: int) -> None:
+        """Close open rounds below ``before`` whose unmask question was answered: no attempt at them is taken any more.
+
+        For a site that dropped out before it was told how its last round ended. A round that was not answered may
+        still be tried again, whatever a record of another round says.
+        """
+        for index in ledger.open_rounds(fid):
+            if index < before and self.site.answered(fid, index):
+                ledger.close(fid, index, Outcome.BURNT.name.lower())
+                self.site.delete_release(fid, index)
 
     # ------------------------------------------------------------------ memory between stages
 
