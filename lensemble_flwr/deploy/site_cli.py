@@ -47,7 +47,8 @@ def _init(options: argparse.Namespace) -> int:
         allowed_fabs=(bundle_hash(),),
     )
     data = options.data if options.data == SIMULATOR else str(Path(options.data).expanduser().absolute())
-    settings = SiteSettings(folder.name, data, options.participant, "", options.runtime_port)
+    head = "" if options.ledger_head is None else str(options.ledger_head.expanduser().absolute())
+    settings = SiteSettings(folder.name, data, options.participant, "", options.runtime_port, head)
     site = create_site(folder, settings, policy)
     print(f"The site {settings.name} is in {folder}.")
     print(f"Identity:      {site.identity.hex()}")
@@ -157,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         default=9094,
         metavar="PORT",
         help="on 127.0.0.1, for Flower's own use (default: %(default)s)",
+    )
+    init.add_argument(
+        "--ledger-head",
+        type=Path,
+        metavar="FILE",
+        help="keep the ledger's head there, on another disk: then going back to an old copy of one disk is found out",
     )
     connect = add("connect", _connect, "tell a site its coordinator")
     connect.add_argument("superlink", metavar="HOST:PORT", help="of the coordinator's SuperLink")

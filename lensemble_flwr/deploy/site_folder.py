@@ -50,7 +50,10 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
         raise ConfigError(f"{str(folder)!r} has characters that Flower's --node-config cannot hold.", "Move it.")
     if settings.data != SIMULATOR and not Path(settings.data).is_dir():
         raise ConfigError(f"--data {settings.data} is no folder.", f"Name one, or {SIMULATOR!r}.")
-    site = Site.create(folder, policy, policy_file="policy.yaml")
+    head = Path(settings.ledger_head) if settings.ledger_head else None
+    if head is not None and not head.parent.is_dir():
+        raise ConfigError(f"There is no folder {head.parent} for the ledger's head.", "Make it, on another disk.")
+    site = Site.create(folder, policy, policy_file="policy.yaml", ledger_head=head)
     folder.chmod(0o700)
     with file_errors(folder, "write"):
         for name in ("bin", "flwr", "home", "data"):

@@ -62,11 +62,14 @@ class Site:
         self._secret = self._read("site.secret", 32)
 
     @classmethod
-    def create(cls, folder: Path, policy: Policy, policy_file: str = "policy.json") -> Site:
+    def create(
+        cls, folder: Path, policy: Policy, policy_file: str = "policy.json", ledger_head: Path | None = None
+    ) -> Site:
         """Make a site's folder with fresh keys, an empty ledger and this policy.
 
         Args:
             policy_file: ``policy.yaml`` for an operator to read and edit.
+            ledger_head: where the ledger's head is kept; beside the log by default. The site's settings must name it.
 
         Raises:
             ArtifactError: the folder cannot be written.
@@ -86,7 +89,7 @@ class Site:
         save_policy(folder / policy_file, policy)
         public = private.public_key().public_bytes_raw()
         atomic_write(folder / PUBLIC_KEY_FILE, public.hex().encode() + b"\n", mode=0o644)
-        PrivacyLedger.init(folder / "ledger.jsonl", public)
+        PrivacyLedger.init(folder / "ledger.jsonl", public, ledger_head)
         # The key comes last: a folder with a key is a whole site.
         atomic_write(folder / "identity.key", private.private_bytes_raw())
         return cls(folder)
@@ -148,7 +151,9 @@ class Site:
 
     def ledger(self) -> PrivacyLedger:
         """Open and lock this site's ledger (a context manager)."""
-        return PrivacyLedger.open(self.folder / "ledger.jsonl", identity=self.identity)
+        settings = self.settings
+        head = Path(settings.ledger_head) if settings is not None and settings.ledger_head else None
+        return PrivacyLedger.open(self.folder / "ledger.jsonl", identity=self.identity, head_path=head)
 
     def dataset_salt(self, federation_id: bytes) -> bytes:
         """Salt of the dataset root for one federation: two federations cannot link a data set by its root."""

@@ -25,6 +25,7 @@ class SiteSettings:
         participant: which participant of the data set this site is; the simulator makes another body and sky for each.
         superlink: ``HOST:PORT`` of the coordinator, "" while it is not known.
         runtime_port: port on 127.0.0.1 that Flower's SuperNode serves its own client app at.
+        ledger_head: absolute path of the ledger's head, best on another disk; "": beside the log.
     """
 
     name: str
@@ -32,6 +33,7 @@ class SiteSettings:
     participant: int = 0
     superlink: str = ""
     runtime_port: int = 9094
+    ledger_head: str = ""
 
     def data_folder(self, site: Path) -> Path:
         """Where the recordings lie."""
@@ -51,7 +53,7 @@ def load_settings(site: Path) -> SiteSettings | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
-    kinds = {"name": str, "data": str, "participant": int, "superlink": str, "runtime_port": int}
+    kinds = {"name": str, "data": str, "participant": int, "superlink": str, "runtime_port": int, "ledger_head": str}
     fits = isinstance(tree, dict) and "name" in tree
     if not fits or any(name not in kinds or type(value) is not kinds[name] for name, value in tree.items()):
         raise ConfigError(f"{path} is not what `lensemble site init` writes.", "Restore it from a backup.")

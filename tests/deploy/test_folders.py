@@ -277,3 +277,21 @@ def test_the_hash_of_this_installation_is_that_of_flwr_build() -> None:
     first = bundle_hash()
     assert len(bytes.fromhex(first)) == 32
     assert bundle_hash() == first
+
+
+def test_the_ledgers_head_on_another_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An old copy of the site's whole disk is then found out: the head is not on it."""
+    other, folder = tmp_path / "other disk", tmp_path / "south"
+    assert main(["site", "init", str(folder), "--ledger-head", str(other / "south.head")]) == 2
+    assert "for the ledger's head" in capsys.readouterr().err
+    other.mkdir()
+    assert main(["site", "init", str(folder), "--ledger-head", str(other / "south.head")]) == 0
+    site = Site(folder)
+    assert not (folder / "ledger.head").exists()
+    shutil.copy(folder / "ledger.jsonl", tmp_path / "backup")
+    with site.ledger() as ledger:
+        ledger.event("dataset_root", {"federation": "00" * 32, "root": "11" * 32})
+    shutil.copy(tmp_path / "backup", folder / "ledger.jsonl")
+    with pytest.raises(LensembleError, match="shorter|lost|head"):
+        site.ledger()
+    assert levels(folder, "ledger") == [site_check.BAD]
