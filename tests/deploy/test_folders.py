@@ -292,6 +292,6 @@ def test_the_ledgers_head_on_another_disk(tmp_path: Path, capsys: pytest.Capture
     with site.ledger() as ledger:
         ledger.event("dataset_root", {"federation": "00" * 32, "root": "11" * 32})
     shutil.copy(tmp_path / "backup", folder / "ledger.jsonl")
-    with pytest.raises(LensembleError, match="shorter|lost|head"):
+    with pytest.raises(LensembleError, match="head"):
         site.ledger()
     assert levels(folder, "ledger") == [site_check.BAD]
