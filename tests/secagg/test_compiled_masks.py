@@ -74,7 +74,7 @@ def test_a_wrong_sum_is_caught(path, monkeypatch):
     for place in (0, 1, 777, ring.body - 1, ring.padded - 1):
         for error in (1, 1 << 31):
             wrong = good.copy()
-            wrong[place] += np.uint32(error)
+            wrong[place : place + 1] += np.uint32(error)  # modulo 2^32
             with refused("sum_check_failed"):
                 masking.unmask(wrong, ring, T1, KEYS[2:], KEYS[:2], 1)
     assert np.array_equal(masking.unmask(good, ring, T1, KEYS[2:], KEYS[:2], 1), np.arange(10_000))
