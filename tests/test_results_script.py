@@ -63,7 +63,7 @@ def test_quickstart_rows(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_silos_rows(script: ModuleType, tmp_path: Path) -> None:
-    result = script.silos(0, (*SMALL, "data.heldout_shifted=10"), tmp_path, 1, False)
+    result = script.silos(0, (*SMALL, "data.cameras=one"), tmp_path, 1, False)
     assert [r["name"] for r in result["rows"]] == [
         "random init",
         "warm start",
