@@ -149,8 +149,15 @@ def _site(argv: Sequence[str]) -> int:
     return site_command(list(argv))
 
 
+def _sweep(argv: Sequence[str]) -> int:
+    from lensemble_flwr.sweep_cli import sweep_command
+
+    return sweep_command(list(argv), _preparing)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run one federation"),
+    "sweep": (_sweep, "run a grid of configurations and compare them"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
     "site": (_site, "a participant's own folder: whom it is willing to sum with"),
