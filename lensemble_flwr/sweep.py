@@ -210,7 +210,7 @@ class Outcome:
 
     Attributes:
         exit_status: that of `lensemble run`.
-        seconds: wall time of all the point's runs together, None if not known.
+        seconds: wall time of the point's runs together, as far as it is known; None if not at all.
         detail: the error's words; empty if there was none.
     """
 

@@ -18,6 +18,7 @@ from lensemble_flwr.preflight import check_plan, estimated_seconds
 from lensemble_flwr.reporting.sweep import ENDS, closing, table_text, write_sweep
 from lensemble_flwr.reporting.wording import duration
 from lensemble_flwr.sweep import (
+    FINISHED,
     Outcome,
     Point,
     Sweep,
@@ -142,10 +143,12 @@ class Clock:
         self._jobs = jobs
         self._expected = self._measured = 0.0
 
-    def ended(self, point: Point, seconds: float) -> None:
-        """A point's run took that long."""
-        self._expected += self._left.pop(point.id, 0.0)
-        self._measured += seconds
+    def ended(self, point: Point, outcome: Outcome, seconds: float) -> None:
+        """A point's run took that long; only a whole run tells how good the estimates are."""
+        expected = self._left.pop(point.id, 0.0)
+        if outcome.exit_status in FINISHED:
+            self._expected += expected
+            self._measured += seconds
 
     def left(self) -> str:
         """ "about 12 min left"."""
@@ -177,10 +180,11 @@ class _Display:
 
     def end(self, point: Point, outcome: Outcome) -> None:
         seconds = self._now() - self._since.pop(point.id)
-        self._clock.ended(point, seconds)
+        self._clock.ended(point, outcome, seconds)
         end = ENDS.get(outcome.exit_status, "failed")
         why = f": {outcome.detail}" if outcome.detail else ""
-        self._print(f"{self._name(point)} {end} in {duration(seconds)}{why}; {self._clock.left()}")
+        left = "" if outcome.exit_status == EXIT_INTERRUPTED else f"; {self._clock.left()}"
+        self._print(f"{self._name(point)} {end} in {duration(seconds)}{why}{left}")
 
     def tick(self) -> None:
         if self._live and self._since:

@@ -23,6 +23,7 @@ from lensemble_flwr.reporting.wording import clean, data_size, duration, figure,
 from lensemble_flwr.sweep import FINISHED, Outcome, Point, Sweep, as_text, outcome_of, read_sweep
 
 SEED = "seed"
+SIGMA = "privacy.noise_multiplier"
 ENDS = {
     EXIT_OK: "completed",
     EXIT_FAILURE: "failed",
@@ -115,12 +116,11 @@ class Spread:
         return cls(math.fsum(finite) / len(finite), min(finite), max(finite), len(finite))
 
     def text(self, write: Callable[[float], str] = figure) -> str:
-        """ "0.364 [0.351, 0.372]"; one value alone has no range."""
+        """ "0.364 [0.351, 0.372]"; values that are written alike have no range."""
         if not self.count:
             return "-"
-        if self.count == 1:
-            return write(self.mean)
-        return f"{write(self.mean)} [{write(self.low)}, {write(self.high)}]"
+        mean, low, high = (write(v) for v in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} [{low}, {high}]"
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
 
 def group_cells(data: SweepData) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of the table of groups: means, with ranges over seeds in brackets."""
-    metrics = [m for m in data.metrics if not m.latent][:2]
+    """Heads and cells of the table of groups: means, with ranges over seeds in brackets; the headline metric alone."""
+    metrics = [m for m in data.metrics if not m.latent][:1]
     groups = data.groups()
-    sigma = "privacy.noise_multiplier" not in data.group_keys  # else it is a column already
+    sigma = SIGMA not in data.group_keys  # else it is a column already
     head = [*short_keys(data.group_keys), *["sigma"] * sigma, "eps central", "eps local"]
     for metric in metrics:
         head += [f"{metric.short} at start", metric.short]
-    head += ["rounds", "bytes", "time", "points"]
+    head += ["committed", "bytes", "time", "points"]
     body = []
     for group in groups:
         cells = [clean(as_text(value)) for value in group.values.values()]  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import math
 from lensemble_flwr.reporting.drawing import capital
 from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, scrollable, unbroken
 from lensemble_flwr.reporting.sweep import (
+    SIGMA,
     Row,
     SweepData,
     closing,
@@ -15,7 +16,7 @@ from lensemble_flwr.reporting.sweep import (
     short_keys,
 )
 from lensemble_flwr.reporting.sweep_plots import sweep_plots
-from lensemble_flwr.reporting.wording import data_size, delta, duration, figure, short_epsilon
+from lensemble_flwr.reporting.wording import data_size, delta, duration, figure, listed, short_epsilon
 from lensemble_flwr.sweep import FINISHED, as_text
 
 _GREEK = {"sigma": "\u03c3", "eps central": "\u03b5 central", "eps local": "\u03b5 local"}
@@ -89,7 +90,8 @@ def _table(head: list[str], body: list[list[Child]], left: int, label: str, kind
     def kind(i: int) -> str | None:
         return None if i < left or i == len(head) - 1 else "num"
 
-    heads = [el("th", _GREEK.get(h) or capital(h), scope="col", class_=kind(i)) for i, h in enumerate(head)]
+    words = [_GREEK.get(h) or capital(h.replace("_", " ")) for h in head]
+    heads = [el("th", word, scope="col", class_=kind(i)) for i, word in enumerate(words)]
     rows = [
         el("tr", [el("td", cell, class_=kind(i)) for i, cell in enumerate(cells)], class_=mark)
         for cells, mark in zip(body, kinds, strict=True)
@@ -114,15 +116,15 @@ def _groups(data: SweepData) -> Markup:
 
 def _points(data: SweepData) -> Markup:
     metrics = [m for m in data.metrics if not m.latent][:2]
-    head = [*short_keys(data.sweep.keys), "sigma", "eps central", "eps local", "delta", "claims hold"]
-    head += [m.short for m in metrics] + ["rounds", "bytes", "time", "run"]
+    sigma = SIGMA not in data.sweep.keys
+    head = [*short_keys(data.sweep.keys), *["sigma"] * sigma, "eps central", "eps local", "claims hold"]
+    head += [m.short for m in metrics] + ["committed", "bytes", "time", "run"]
     body: list[list[Child]] = []
     for row in data.rows:
         run, traffic = row.run, row.payload("up") + row.payload("down")
         cells: list[Child] = [as_text(value) for value in row.point.values.values()]
-        cells += [figure(row.sigma) if math.isfinite(row.sigma) else "-"]
+        cells += [figure(row.sigma) if math.isfinite(row.sigma) else "-"] * sigma
         cells += ["-" if run is None else short_epsilon(row.epsilon(view)) for view in ("central", "local")]
-        cells += ["-" if run is None else delta(run.target_delta)]
         cells += ["-" if run is None else "yes" if run.manifest.claim_grade else "no"]
         cells += ["-" if run is None else figure(row.after(m.name)) for m in metrics]
         cells += ["-" if run is None else f"{run.committed}/{run.planned_rounds}"]
@@ -130,12 +132,14 @@ def _points(data: SweepData) -> Markup:
         cells += [duration(row.outcome.seconds if row.outcome is not None else None)]
         report = data.folder / row.point.id / "report.html"
         name: Child = el("a", row.point.id, href=f"{row.point.id}/report.html") if report.is_file() else row.point.id
-        cells.append([name, f" {row.end}"])
+        cells.append([name, "" if row.end == "completed" else f" {row.end}"])
         body.append(cells)
     kinds = [None if row.exit_status in FINISHED else "burnt" for row in data.rows]
+    deltas = sorted({row.run.target_delta for row in data.rows if row.run is not None})
     note = (
-        "The metric is that of the model as the run left it. Claims hold: every observer that privacy.claim asks for. "
-        "The links lead to the runs' own reports, where this page lies in the sweep's folder."
+        f"Epsilon is at delta {listed([delta(d) for d in deltas]) or '-'}. The metric is that of the model as the run "
+        "left it. Claims hold: every observer that privacy.claim asks for. The links lead to the runs' own reports, "
+        "where this page lies in the sweep's folder."
     )
     return el(
         "section",

@@ -30,7 +30,7 @@ from lensemble_flwr.reporting.drawing import (
     value_limits,
 )
 from lensemble_flwr.reporting.metrics import Metric
-from lensemble_flwr.reporting.sweep import Group, Row, Spread, SweepData, short_keys
+from lensemble_flwr.reporting.sweep import SIGMA, Group, Row, Spread, SweepData, short_keys
 from lensemble_flwr.reporting.wording import clean, figure, size_unit
 from lensemble_flwr.sweep import as_text
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PRIVACY_KEYS = ("privacy.noise_multiplier", "privacy.target_epsilon")
+PRIVACY_KEYS = (SIGMA, "privacy.target_epsilon")
 _LOOKS = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), (PURPLE, "D"), (RED, "v"), (INK, "P"))
 _MOST_SERIES = len(_LOOKS)
-_WIDE_RANGE = 20.0
+_WIDE_RANGE = 10.0
 """From this ratio of largest to smallest on, an axis is logarithmic."""
 
 
@@ -119,13 +119,14 @@ def _against(data: SweepData, key: str, metric: Metric, wide: bool) -> Plot | No
         bottom = axes if below is None else below
         if below is not None:
             unit, divisor = size_unit(max(means))
-            lines = []
+            curves: dict[tuple[tuple[float, float], ...], Line] = {}  # series that cost the same share one
             for (colour, shape), marks, one in zip(_LOOKS, traffic, series, strict=False):
-                known = [m for m in marks if m.y.count]
-                y = [m.y.mean / divisor for m in known]
-                below.plot([m.x for m in known], y, color=colour, marker=shape, linewidth=2, markersize=5)
-                if y and one.name:
-                    lines.append(Line(y[-1], one.name, colour))
+                curve = tuple((m.x, m.y.mean / divisor) for m in marks if m.y.count)
+                if curve and curve not in curves:
+                    x, y = zip(*curve, strict=True)
+                    below.plot(x, y, color=colour, marker=shape, linewidth=2, markersize=5)
+                    curves[curve] = Line(y[-1], one.name, colour)
+            lines = list(curves.values()) if len(curves) > 1 else []
             below.set_ylim(0, 1.15 * max(means) / divisor)
             few_ticks(below, 3)
             below.set_ylabel(f"Payload ({unit})")
@@ -207,7 +208,7 @@ def _series(data: SweepData, along: Sequence[str], place: Callable[[Group], floa
         x = place(group)
         if not rows or not math.isfinite(x):
             continue
-        name = ", ".join(f"{names[key]} {as_text(group.values[key])}" for key in others)  # type: ignore[arg-type]
+        name = ", ".join(f"{names[key].replace('_', ' ')} {as_text(group.values[key])}" for key in others)  # type: ignore[arg-type]
         mark = Mark(x, Spread.of(row.after(metric.name) for row in rows), rows)
         found.setdefault(clean(name), []).append(mark)
     return [Series(name, tuple(sorted(marks, key=lambda m: m.x))) for name, marks in found.items()]
