@@ -415,9 +415,13 @@ class _Runs:
 
     def _stop(self, number: int, frame: object) -> None:
         self.stopping = True
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # the runs inherited that
         for run in self.running:
-            run.process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
+            self._hand_on(run)
+
+    @staticmethod
+    def _hand_on(run: _Running) -> None:
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # the runs inherited that
+        run.process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
 
     def start(self, point: Point) -> None:
         """Start a point's run. What it prints goes to its log."""
@@ -427,7 +431,7 @@ class _Runs:
         with file_errors(path, "write"):
             (self._folder / f"{point.id}.json").unlink(missing_ok=True)
             with open(path, "ab") as log:
-                began = time.monotonic()
+                began, log_from = time.monotonic(), log.tell()
                 process = subprocess.Popen(
                     command_of(self._folder, point),
                     cwd=self._folder,
@@ -437,7 +441,10 @@ class _Runs:
                     stderr=log,
                     start_new_session=True,  # Ctrl-C at the terminal is for this command, which hands it on
                 )
-                self.running.append(_Running(point, process, began, before, log.tell()))
+                run = _Running(point, process, began, before, log_from)
+                self.running.append(run)
+        if self.stopping:  # the signal came while it was being started
+            self._hand_on(run)
 
     def ended(self) -> list[tuple[Point, Outcome]]:
         """The runs that ended since the last call; how is on the disk then."""

@@ -16,7 +16,7 @@ from lensemble_flwr.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from lensemble_flwr.federation.task import Progress
 from lensemble_flwr.preflight import check_plan, estimated_seconds
 from lensemble_flwr.reporting.sweep import ENDS, closing, table_text, write_sweep
-from lensemble_flwr.reporting.wording import duration
+from lensemble_flwr.reporting.wording import clean, duration
 from lensemble_flwr.sweep import (
     FINISHED,
     Outcome,
@@ -31,6 +31,8 @@ from lensemble_flwr.sweep import (
     sweep_status,
 )
 
+_MANY = 50
+"""From more points on, checking them takes so long that its progress is shown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -43,7 +45,7 @@ def sweep_command(argv: Sequence[str], progress: Progress | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="lensemble sweep",
-        description="Run a grid of configurations, each as a federation of its own over fresh sites, and compare them. "
+        description="Run a grid of configurations, each a federation of its own over fresh sites, and compare them. "
         "The same command again goes on: finished points are not run again.",
         epilog="On a CPU, in two minutes: lensemble sweep experiment=linear privacy.noise_multiplier=1,2 seed=0,1. "
         "Exit status: 0 every point is finished (all its rounds, or all its budget), 1 some are not, "
@@ -53,7 +55,7 @@ def sweep_command(argv: Sequence[str], progress: Progress | None = None) -> int:
         "overrides", nargs="*", metavar="KEY=A,B", help="configuration; several values, choice() or range() are swept"
     )
     parser.add_argument("--name", help="folder below outputs/sweeps (default: made from the grid)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="points that run at the same time (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default 1)")
     parser.add_argument("--report", metavar="DIR", help="write CSV, table and page of this sweep again")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.report is not None:
@@ -62,12 +64,15 @@ def sweep_command(argv: Sequence[str], progress: Progress | None = None) -> int:
         _report(Path(arguments.report))
         return EXIT_OK
     if arguments.jobs < 1:
-        raise ConfigError(f"--jobs {arguments.jobs} is below 1.", "Use 1, or the number of runs the machine can bear.")
+        raise ConfigError(f"--jobs {arguments.jobs} is below 1.", "Use 1, or as many runs as the machine can bear.")
     if arguments.name is not None and not _NAME.fullmatch(arguments.name):
-        raise ConfigError(f"--name {arguments.name!r} is no plain name.", "Use letters, digits, dot, dash, underscore.")
+        raise ConfigError(f"--name {arguments.name!r} is no plain name.", "Use letters, digits, . - and _.")
     sweep = expand(arguments.overrides)
+    total = len(sweep.points)
     for number, point in enumerate(sweep.points, 1):
-        _check(point, f"{number} of {len(sweep.points)}")
+        _check(point, f"{number} of {total}")
+        if progress is not None and total > _MANY:
+            progress("checking the points", number, total)
     folder = Path("outputs", "sweeps", arguments.name or sweep.default_name).absolute()
     again = f"lensemble sweep {shlex.join(argv)}"
     with locked(folder):
@@ -182,7 +187,7 @@ class _Display:
         seconds = self._now() - self._since.pop(point.id)
         self._clock.ended(point, outcome, seconds)
         end = ENDS.get(outcome.exit_status, "failed")
-        why = f": {outcome.detail}" if outcome.detail else ""
+        why = f": {clean(outcome.detail)}" if outcome.detail else ""
         left = "" if outcome.exit_status == EXIT_INTERRUPTED else f"; {self._clock.left()}"
         self._print(f"{self._name(point)} {end} in {duration(seconds)}{why}{left}")
 

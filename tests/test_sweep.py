@@ -435,7 +435,18 @@ def test_the_command_runs_reports_and_goes_on(
     assert (folder / "sweep.csv").exists()
 
 
-def test_a_stopped_sweep_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_runs_do_not_act_on_the_terminal(
+    fake: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep_cli, "estimated_seconds", lambda config, progress: 30.0)
+    fake("import sys; print('[LAUNCH] \\x1b[2Jno'); sys.exit(1)")
+    assert cli.main(["sweep", LINEAR, "seed=0,1"]) == 1
+    said = capsys.readouterr().out
+    assert "[LAUNCH]" in said
+    assert "\x1b" not in said
+
+
+def test_a_stopped_sweep_says_how_to_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sweep_cli, "estimated_seconds", lambda config, progress: 30.0)
     monkeypatch.setattr(sweep_cli, "run_points", lambda *a, **k: False)
     assert cli.main(["sweep", LINEAR, "seed=0,1"]) == 130

@@ -20,7 +20,7 @@ from lensemble_flwr.errors import EXIT_BAD_INPUT, EXIT_BUDGET, EXIT_FAILURE, EXI
 from lensemble_flwr.reporting.metrics import Metric, metrics_of, ordered
 from lensemble_flwr.reporting.run_data import RunData, load_run
 from lensemble_flwr.reporting.wording import clean, data_size, duration, figure, listed, short_epsilon
-from lensemble_flwr.sweep import FINISHED, Outcome, Point, Sweep, as_text, outcome_of, read_sweep
+from lensemble_flwr.sweep import FINISHED, Outcome, Point, Sweep, Value, as_text, outcome_of, read_sweep
 
 SEED = "seed"
 SIGMA = "privacy.noise_multiplier"
@@ -91,7 +91,7 @@ class Row:
 class Group:
     """Points that differ in their seed alone."""
 
-    values: dict[str, object]
+    values: dict[str, Value]
     rows: tuple[Row, ...]
 
     def spread(self, of: Callable[[Row], float]) -> Spread:
@@ -146,7 +146,7 @@ class SweepData:
 
     def groups(self) -> list[Group]:
         """The rows by everything but the seed, in the grid's order."""
-        found: dict[tuple[object, ...], list[Row]] = {}
+        found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             # With their types: true and 1 are two values.
             key = tuple(as_text(row.point.values[k]) for k in self.group_keys)
@@ -240,7 +240,7 @@ def group_cells(data: SweepData) -> tuple[list[str], list[list[str]]]:
     head += ["committed", "bytes", "time", "points"]
     body = []
     for group in groups:
-        cells = [clean(as_text(value)) for value in group.values.values()]  # type: ignore[arg-type]
+        cells = [clean(as_text(value)) for value in group.values.values()]
         cells += [group.spread(lambda row: row.sigma).text()] * sigma
         for view in ("central", "local"):
             # The largest over the seeds, so that it holds for each of them.

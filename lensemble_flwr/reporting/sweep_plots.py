@@ -208,7 +208,7 @@ def _series(data: SweepData, along: Sequence[str], place: Callable[[Group], floa
         x = place(group)
         if not rows or not math.isfinite(x):
             continue
-        name = ", ".join(f"{names[key].replace('_', ' ')} {as_text(group.values[key])}" for key in others)  # type: ignore[arg-type]
+        name = ", ".join(f"{names[key].replace('_', ' ')} {as_text(group.values[key])}" for key in others)
         mark = Mark(x, Spread.of(row.after(metric.name) for row in rows), rows)
         found.setdefault(clean(name), []).append(mark)
     return [Series(name, tuple(sorted(marks, key=lambda m: m.x))) for name, marks in found.items()]
