@@ -144,9 +144,21 @@ def _ledger(argv: Sequence[str]) -> int:
 
 
 def _site(argv: Sequence[str]) -> int:
-    from lensemble_flwr.federation.site_cli import site_command
+    from lensemble_flwr.deploy.site_cli import site_command
 
-    return site_command(list(argv))
+    return site_command(argv)
+
+
+def _coordinator(argv: Sequence[str]) -> int:
+    from lensemble_flwr.deploy.coordinator_cli import coordinator_command
+
+    return coordinator_command(argv)
+
+
+def _status(argv: Sequence[str]) -> int:
+    from lensemble_flwr.deploy.status import status_command
+
+    return status_command(argv)
 
 
 def _sweep(argv: Sequence[str]) -> int:
@@ -160,8 +172,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sweep": (_sweep, "run a grid of configurations and compare them"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
-    "site": (_site, "a participant's own folder: whom it is willing to sum with"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
+    "status": (_status, "how a run stands, and which sites are connected"),
+    "site": (_site, "a real participant in one folder: init, connect, roster, prepare, refresh, check"),
+    "coordinator": (
+        _coordinator,
+        "the SuperLink's machine: init, admit, dismiss, register, ping, nodes, renew, public",
+    ),
 }
 
 
@@ -172,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="lensemble",
         description="Federated training of a world model across participants that do not trust each other.",
         epilog="Commands:\n"
-        + "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+        + "\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())
         + "\n\nlensemble COMMAND --help tells more. On a CPU, in half a minute: lensemble run experiment=linear",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="lensemble [-h] COMMAND ...",

@@ -42,8 +42,8 @@ def in_simulation() -> bool:
 
 
 @lru_cache(maxsize=4)
-def _task(overrides: tuple[str, ...]) -> Task:
-    return build_task(load_config(overrides))
+def _task(overrides: tuple[str, ...], data_dir: Path | None = None) -> Task:
+    return build_task(load_config(overrides), data_dir)
 
 
 def _config(context: Context) -> Config:
@@ -78,10 +78,12 @@ def _participant(context: Context) -> SiteParticipant:
     config = _config(context)
     site = _site(context, config, simulation)
     context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
-    partition = int(context.node_config.get("partition-id", 0))
-    return SiteParticipant(
-        site, config, _task(config.overrides), partition, ContextMemory(context), Runtime(simulation)
-    )
+    settings = None if simulation else site.settings
+    if settings is not None:
+        task, partition = _task(config.overrides, settings.data_folder(site.folder)), settings.participant
+    else:
+        task, partition = _task(config.overrides), int(context.node_config.get("partition-id", 0))
+    return SiteParticipant(site, config, task, partition, ContextMemory(context), Runtime(simulation))
 
 
 def _handle(stage: str, message: Message, context: Context) -> Handled:

@@ -167,6 +167,10 @@ class Preflight:
                 lines.append(self._rehearsal_line(self.rehearsal))
             else:
                 lines.append(f"no public rehearsal: it would take over {MOST_REHEARSAL_S:g} s; the ratio above judges")
+        if plan.two_party:
+            lines.append(
+                "WARNING: two participants: each sees the other's update, hidden only by the other's own noise."
+            )
         lines.append(
             f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; memory about "
             f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"

@@ -31,9 +31,15 @@ LAYERS = [
     {"lensemble_flwr.server_app", "lensemble_flwr.client_app", "lensemble_flwr.reporting"},
     {"lensemble_flwr.launch", "lensemble_flwr.preflight"},
     {"lensemble_flwr.sweep_cli"},
+    {"lensemble_flwr.deploy"},
     {"lensemble_flwr.cli"},
 ]
-FLOWER_RIM = {"lensemble_flwr/server_app.py", "lensemble_flwr/client_app.py", "lensemble_flwr/launch.py"}
+FLOWER_RIM = {
+    "lensemble_flwr/server_app.py",
+    "lensemble_flwr/client_app.py",
+    "lensemble_flwr/launch.py",
+    "lensemble_flwr/deploy/shim.py",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -535,7 +535,7 @@ class Coordinator:
         return PrivacyBudgetExceeded(
             f"Round {index} was refused: a participant's privacy budget does not allow it.{text}",
             "Committed rounds stay committed and the checkpoint is written. The sites' ledgers count all their runs "
-            "(lensemble ledger show SITE): raise a site's budget in its policy.json, or stop here.",
+            "(lensemble ledger show SITE): raise the budget in a site's policy file, or stop here.",
             round=index,
             epsilon_budget=privacy.target_epsilon,
             delta=privacy.target_delta,

@@ -7,6 +7,7 @@ the error of a model is known. No torch.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 
@@ -73,4 +74,10 @@ class LinearTask:
         return {"heldout_error": float(np.mean((x @ theta - y) ** 2) / np.var(y))}
 
     def prepare(self, progress: Progress | None = None) -> None:
+        return None
+
+    def public_files(self) -> tuple[Path, ...]:
+        return ()
+
+    def prepare_participant(self, partition: int, public: Path | None = None, progress: Progress | None = None) -> None:
         return None

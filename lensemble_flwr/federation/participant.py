@@ -74,6 +74,7 @@ class SiteParticipant:
         Raises:
             RoundError: the coordinator runs another configuration or another warm start (HASH_MISMATCH), or needs a
                 pinned roster where there is none (POLICY).
+            PolicyViolation: a rule of the site forbids the run.
         """
         request = JoinRequest.decode(body)
         if self.config.secagg.pinned and self._roster() is None:
@@ -82,6 +83,7 @@ class SiteParticipant:
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
+        self.site.policy.check_run(self.config, self.site.coordinators())
         identity, root = self.site.identity, self._commit(request.federation_id)
         signature = self.site.sign(JoinReply.statement(request.federation_id, identity, root))
         return Outgoing(JoinReply(PROTOCOL_VERSION, identity, root, signature).encode())
@@ -177,7 +179,9 @@ class SiteParticipant:
             raise refused("The round has another size than the configuration.", Refusal.HASH_MISMATCH)
         if opened.replay and not self.runtime.simulation:
             raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
-        self.site.policy.check(opened, self._roster())
+        policy = self.site.policy
+        policy.check_run(config, self.site.coordinators())
+        policy.check(opened, self._roster())
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
@@ -385,6 +389,8 @@ class SiteParticipant:
                 self._check_model(closed, theta)
             if closed.round in ledger.rounds(fid):  # one that dropped out has nothing to settle, but gets the model
                 self._settle(ledger, fid, closed.round + 1, closed)
+            else:
+                self._settle_answered(ledger, fid, closed.round)
         opened = self.public_round()
         if opened is not None and opened.digest() == closed.open_hash:
             self.memory.clear()  # the secrets of a round that is over
@@ -438,6 +444,17 @@ class SiteParticipant:
             self.site.delete_release(fid, index)
         if closed is not None:
             self.site.note_closed(fid, closed.round, closed.theta_hash)
+
+    def _settle_answered(self, ledger: PrivacyLedger, fid: bytes, before: int) -> None:
+        """Close open rounds below ``before`` whose unmask question was answered: no attempt at them is taken any more.
+
+        For a site that dropped out before it was told how its last round ended. A round that was not answered may
+        still be tried again, whatever a record of another round says.
+        """
+        for index in ledger.open_rounds(fid):
+            if index < before and self.site.answered(fid, index):
+                ledger.close(fid, index, Outcome.BURNT.name.lower())
+                self.site.delete_release(fid, index)
 
     # ------------------------------------------------------------------ memory between stages
 

@@ -1,7 +1,8 @@
 """A site's own policy: what its operator allows. Judged before anything is computed; a run can only be stricter.
 
-The policy is a JSON file in the site's folder. A real site must have one; a simulated site writes its own at
-first use: lifetime = the run's target for the claimed guarantee, the other view unlimited.
+The policy is ``policy.yaml`` in the site's folder (``policy.json``, of earlier releases and of simulated sites, is read
+as well). A real site must have one; a simulated site writes its own at first use: lifetime = the run's target for the
+claimed guarantee, the other view unlimited.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,28 +21,58 @@ from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ConfigError, PolicyViolation
 from lensemble_flwr.federation.records import Guarantee, RoundOpen
 from lensemble_flwr.federation.roster import Roster
+from lensemble_flwr.federation.yaml_text import format_yaml, parse_yaml
 from lensemble_flwr.privacy.ledger import Budget
 
 POLICY_VERSION = 1
 
+RULES = {
+    "version": "Format of this file.",
+    "max_epsilon_local": "Most epsilon over the site's whole life against anyone, the coordinator included, by this\n"
+    "site's own noise alone. null: this view is not limited.",
+    "max_epsilon_central": "Most epsilon over the site's whole life against a reader of the models, by the noise of\n"
+    "all. null: this view is not limited.",
+    "delta": "The delta of both.",
+    "unlimited": "true: no lifetime budget is wanted (then both above must be null).",
+    "allow_non_private": "Whether updates may leave without noise (masked only).",
+    "allow_replay": "Seeded noise; only simulated sites allow it.",
+    "allow_two_party": "Whether a federation of two is accepted: the peer then sees this site's update, noised, in\n"
+    "every sum.",
+    "allow_sampling": "Whether rounds may count with a secret coin (sample_rate below 1). The site throws it itself,\n"
+    "but then has to keep it from whoever sees its memory, its disk beside its data, or how long it works.",
+    "min_own_noise": "Least standard deviation of this site's own noise, in units of the clipping bound C.",
+    "min_noise_multiplier": "Least sigma of a run.",
+    "min_survivors": "Fewest updates that a revealed sum may hold.",
+    "min_colluders": "Fewest colluding participants that a run must assume.",
+    "min_participants_per_person": "How many participants, this site included, may hold data of one person, as far as\n"
+    "its operator knows; a run must count with at least that many.",
+    "min_threshold": "Least share of the roster that is needed to unmask a sum, between 0 and 1.",
+    "max_clip_norm": "Largest clipping bound C.",
+    "max_inner_steps": "Most local steps H in a round.",
+    "min_roster": "Fewest participants in a federation.",
+    "guarantee": "The guarantee that a run's noise must be sized for: local, central, or null for either.",
+    "ring_bits": "Sizes of the ring that are accepted.",
+    "dataset": "The name of the data set (data.name) that a run must ask for; null: any.",
+    "allowed_coordinators": "SHA-256 fingerprints of the certificate authorities that ca.crt may hold; null: any.",
+    "allowed_fabs": "SHA-256 hashes of the apps that may run here, judged by bin/flwr-clientapp before any line of\n"
+    "the app runs. null: any app; []: none.",
+    "log_releases": "Keep a copy of every (noised) release at the site, for audits.",
+    "require_roster": "Refuse rounds while no roster is pinned here (lensemble site roster).",
+    "require_consistency": "Refuse rounds in which the members do not compare what they were shown.",
+}
+"""Every rule, and what its comment in a policy file says."""
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
 
 @dataclass(frozen=True)
 class Policy:
-    """What one site allows, for ever. At least one view has a budget, unless ``unlimited`` says that none is wanted.
+    """What one site allows, for ever; :data:`RULES` says what each rule means.
 
-    ``max_epsilon_*`` (null: this view is not limited) at ``delta`` hold over the site's whole life; ``min_own_noise``
-    is the smallest own noise std over C; ``min_survivors``, ``min_colluders``, ``min_roster``, ``max_clip_norm`` and
-    ``max_inner_steps`` bound what a RoundOpen may say; ``min_participants_per_person`` is how many participants, this
-    site included, its operator believes may hold data of one person; ``allow_replay`` is written only by simulated
-    sites; ``log_releases`` keeps a copy of every release (noised) at the site, for audits; ``require_roster`` refuses
-    rounds while no roster is pinned here, ``require_consistency`` rounds in which the members do not compare what they
-    see.
+    At least one view has a budget, unless ``unlimited`` says that none is wanted.
 
-    ``allow_sampling`` lets rounds count with a secret coin (``sample_rate`` below 1). The site throws that coin itself,
-    from its own operating system, so no other party has to be believed. It is off unless the operator turns it on all
-    the same: such rounds carry less noise for the same epsilon and let the lifetime budget last longer, on the strength
-    of a secret that the site must then keep (from whoever sees its memory, its disk beside its data, or how long it
-    works). A site that never heard of the coin should not depend on it.
+    Raises:
+        ConfigError: a value that cannot be; its ``rule`` names the rule.
     """
 
     version: int = POLICY_VERSION
@@ -52,12 +85,19 @@ class Policy:
     allow_two_party: bool = False
     allow_sampling: bool = False
     min_own_noise: float = 0.0
+    min_noise_multiplier: float = 0.0
     min_survivors: int = 3
     min_colluders: int = 1
     min_participants_per_person: int = 1
+    min_threshold: float = 0.0
     max_clip_norm: float | None = None
     max_inner_steps: int | None = None
     min_roster: int = 3
+    guarantee: str | None = None
+    ring_bits: tuple[int, ...] = (16, 24, 32)
+    dataset: str | None = None
+    allowed_coordinators: tuple[str, ...] | None = None
+    allowed_fabs: tuple[str, ...] | None = None
     log_releases: bool = False
     require_roster: bool = False
     require_consistency: bool = False
@@ -66,22 +106,34 @@ class Policy:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not (0 <= value <= 1e300):
-                raise ConfigError(f"Policy: {f.name}={value!r} must be finite and >= 0.")
+                raise _wrong(f.name, f"{value!r} must be finite and >= 0")
         if self.version != POLICY_VERSION:
-            raise ConfigError(f"Policy version {self.version!r} is unknown; this release reads {POLICY_VERSION}.")
+            raise _wrong("version", f"{self.version!r} is unknown; this release reads {POLICY_VERSION}")
         if not 0 < self.delta < 1:
-            raise ConfigError(f"Policy: delta={self.delta!r} must lie between 0 and 1.")
+            raise _wrong("delta", f"{self.delta!r} must lie between 0 and 1")
+        if self.min_threshold > 1:
+            raise _wrong("min_threshold", f"{self.min_threshold!r} must lie between 0 and 1")
+        if self.guarantee not in (None, "local", "central"):
+            raise _wrong("guarantee", f"{self.guarantee!r} must be local, central or null")
+        if not set(self.ring_bits) <= {16, 24, 32}:
+            raise _wrong("ring_bits", f"{list(self.ring_bits)} must be a list of 16, 24 and 32")
+        for name in ("allowed_coordinators", "allowed_fabs"):
+            for item in getattr(self, name) or ():
+                if not _HASH.fullmatch(item):
+                    raise _wrong(name, f"{item!r} is not a SHA-256 hash (64 lower-case hex digits, in quotes)")
         finite = self.max_epsilon_local is not None or self.max_epsilon_central is not None
         if not finite and not self.unlimited:
-            raise ConfigError(
-                "Policy: there is no lifetime budget.",
+            raise _wrong(
+                "unlimited",
+                "there is no lifetime budget",
                 "Set max_epsilon_local or max_epsilon_central, or unlimited to true if none is wanted.",
             )
         if self.unlimited and finite:
-            raise ConfigError("Policy: unlimited contradicts a lifetime budget.", "Remove one of them.")
+            raise _wrong("unlimited", "true contradicts a lifetime budget", "Remove one of them.")
         if self.allow_non_private and finite:
-            raise ConfigError(
-                "Policy: allow_non_private contradicts a finite lifetime budget (an update without noise spends all).",
+            raise _wrong(
+                "allow_non_private",
+                "true contradicts a finite lifetime budget (an update without noise spends all)",
                 "Remove the budgets or set allow_non_private to false.",
             )
 
@@ -90,6 +142,54 @@ class Policy:
         """The lifetime budgets that the ledger is held against."""
         pairs = (("local", self.max_epsilon_local), ("central", self.max_epsilon_central))
         return tuple(Budget(view, epsilon, self.delta, "lifetime") for view, epsilon in pairs if epsilon is not None)
+
+    def violations(self, opened: RoundOpen, roster: Roster | None = None) -> Iterator[PolicyViolation]:
+        """Every rule that the public values of a round break; ``roster`` as in :meth:`check`."""
+        n, two = len(opened.roster), opened.two_party
+        if not opened.private and not self.allow_non_private:
+            yield _forbids("allow_non_private", "privacy is off")
+        if opened.replay and not self.allow_replay:
+            yield _forbids("allow_replay", "its noise is seeded")
+        if opened.sample_rate < 1.0 and not self.allow_sampling:
+            yield _forbids("allow_sampling", f"its sample rate is {opened.sample_rate:g}")
+        if two and not self.allow_two_party:
+            yield _forbids("allow_two_party", "only two participants")
+        if n < (2 if two else self.min_roster):
+            yield _forbids("min_roster", f"{n} joined")
+        if opened.min_survivors < (2 if two else self.min_survivors):
+            yield _forbids("min_survivors", f"it may be summed over {opened.min_survivors}")
+        if roster is None:
+            if self.require_roster:
+                yield _forbids("require_roster", "no roster is pinned here")
+            if opened.pinned:
+                yield _forbids("roster", "it needs a pinned roster and there is none (lensemble site roster)")
+        elif strangers := roster.strangers(opened.roster):
+            names = ", ".join(identity.hex()[:16] for identity in strangers[:3])
+            yield _forbids("roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
+        if self.require_consistency and not opened.consistency:
+            yield _forbids("require_consistency", "views are not compared")
+        if opened.colluders < self.min_colluders:
+            yield _forbids("min_colluders", f"it assumes {opened.colluders}")
+        if opened.per_person < self.min_participants_per_person:
+            yield _forbids(
+                "min_participants_per_person", f"it counts with one person's data at {opened.per_person} participants"
+            )
+        if opened.threshold < self.min_threshold * n:
+            yield _forbids("min_threshold", f"{opened.threshold} of {n} can unmask")
+        if opened.ring_bits not in self.ring_bits:
+            yield _forbids("ring_bits", f"its ring has {opened.ring_bits} bits")
+        if opened.private:
+            own, view = opened.noise_std / opened.clip_norm, Guarantee(opened.guarantee).name.lower()
+            if not own >= self.min_own_noise:
+                yield _forbids("min_own_noise", f"own noise is {own:.6g} C")
+            if not opened.noise_multiplier >= self.min_noise_multiplier:
+                yield _forbids("min_noise_multiplier", f"sigma is {opened.noise_multiplier:.6g}")
+            if self.guarantee not in (None, view):
+                yield _forbids("guarantee", f"its noise is sized for the guarantee {view}")
+        if self.max_clip_norm is not None and not opened.clip_norm <= self.max_clip_norm:
+            yield _forbids("max_clip_norm", f"C is {opened.clip_norm:g}")
+        if self.max_inner_steps is not None and opened.inner_steps > self.max_inner_steps:
+            yield _forbids("max_inner_steps", f"H is {opened.inner_steps}")
 
     def check(self, opened: RoundOpen, roster: Roster | None = None) -> None:
         """Judge the public values of a round.
@@ -101,54 +201,54 @@ class Policy:
         Raises:
             PolicyViolation: names the rule; leaves the site only as the code POLICY.
         """
+        for violation in self.violations(opened, roster):
+            raise violation
 
-        def rule(ok: bool, name: str, text: str) -> None:
-            if not ok:
-                raise PolicyViolation(f"The site's rule {name} forbids this round: {text}.", rule=name)
+    def check_run(self, config: Config, coordinators: Sequence[str]) -> None:
+        """Judge what is known before a round opens.
 
-        rule(opened.private or self.allow_non_private, "allow_non_private", "privacy is off")
-        rule(not opened.replay or self.allow_replay, "allow_replay", "its noise is seeded")
-        coin = opened.sample_rate < 1.0
-        rule(not coin or self.allow_sampling, "allow_sampling", f"its sample rate is {opened.sample_rate:g}")
-        two = opened.two_party
-        rule(not two or self.allow_two_party, "allow_two_party", "only two participants")
-        rule(len(opened.roster) >= (2 if two else self.min_roster), "min_roster", f"{len(opened.roster)} joined")
-        rule(
-            opened.min_survivors >= (2 if two else self.min_survivors),
-            "min_survivors",
-            f"it may be summed over {opened.min_survivors}",
-        )
-        if roster is None:
-            rule(not self.require_roster, "require_roster", "no roster is pinned here")
-            rule(not opened.pinned, "roster", "it needs a pinned roster and there is none (lensemble site roster)")
-        else:
-            strangers = roster.strangers(opened.roster)
-            names = ", ".join(identity.hex()[:16] for identity in strangers[:3])
-            rule(not strangers, "roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
-        rule(opened.consistency or not self.require_consistency, "require_consistency", "views are not compared")
-        rule(opened.colluders >= self.min_colluders, "min_colluders", f"it assumes {opened.colluders}")
-        rule(
-            opened.per_person >= self.min_participants_per_person,
-            "min_participants_per_person",
-            f"it counts with one person's data at {opened.per_person} participants",
-        )
-        if opened.private:
-            own = opened.noise_std / opened.clip_norm
-            rule(own >= self.min_own_noise, "min_own_noise", f"own noise is {own:.6g} C")
-        if self.max_clip_norm is not None:
-            rule(opened.clip_norm <= self.max_clip_norm, "max_clip_norm", f"C is {opened.clip_norm:g}")
-        if self.max_inner_steps is not None:
-            rule(opened.inner_steps <= self.max_inner_steps, "max_inner_steps", f"H is {opened.inner_steps}")
+        Args:
+            config: the run's configuration, bound to every round by its hash.
+            coordinators: fingerprints of the certificate authorities that this site trusts for its SuperLink.
+
+        Raises:
+            PolicyViolation: names the rule; leaves the site only as the code POLICY.
+        """
+        for violation in self.run_violations(config, coordinators):
+            raise violation
+
+    def run_violations(self, config: Config, coordinators: Sequence[str]) -> Iterator[PolicyViolation]:
+        """Every rule that :meth:`check_run` finds broken."""
+        if self.dataset is not None and config.data.name != self.dataset:
+            yield _forbids("dataset", f"it asks for the data set {config.data.name!r}")
+        if self.allowed_coordinators is not None:
+            strangers = [name for name in coordinators if name not in self.allowed_coordinators]
+            if strangers or not coordinators:
+                yield _forbids(
+                    "allowed_coordinators", f"ca.crt holds {strangers[0] if strangers else 'no certificate'}"
+                )
+
+
+def _wrong(rule: str, text: str, remediation: str = "") -> ConfigError:
+    return ConfigError(f"Policy: {rule}: {text}.", remediation, rule=rule)
+
+
+def _forbids(rule: str, text: str) -> PolicyViolation:
+    return PolicyViolation(f"The site's rule {rule} forbids this round: {text}.", rule=rule)
 
 
 def load_policy(path: Path) -> Policy:
-    """Read and validate a policy file.
+    """Read and validate a policy file: YAML, or JSON where the name ends in ``.json``.
 
     Raises:
-        ConfigError: missing, unreadable, unknown or mistyped keys.
+        ConfigError: missing, unreadable, unknown or mistyped keys; its ``rule`` names the rule where there is one.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_distinct)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            tree = json.loads(text, object_pairs_hook=_distinct)
+        else:
+            tree = parse_yaml(text)
     except FileNotFoundError as error:
         raise ConfigError(
             f"The site has no policy file {path}.", "Write one; without it nothing is released."
@@ -157,24 +257,28 @@ def load_policy(path: Path) -> Policy:
         raise ConfigError(f"The policy file {path} cannot be read: {error}.") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"The policy file {path} must hold one object.")
-    hints = {f.name: f for f in dataclasses.fields(Policy)}
-    for name, value in tree.items():
-        if name not in hints:
-            raise ConfigError(f"The policy file {path} has an unknown rule {name!r}.")
-        default = hints[name].default
-        nullable = default is None
-        numeric = isinstance(default, float) or nullable
-        ok = (
-            (value is None and nullable)
-            or (isinstance(default, bool) and isinstance(value, bool))
-            or (numeric and isinstance(value, (int, float)) and not isinstance(value, bool))
-            or (type(default) is int and type(value) is int)
-        )
-        if not ok:
-            raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type.")
-        if numeric and value is not None and type(default) is not int:
-            tree[name] = float(value) if abs(value) < 1e300 else math.inf
-    return Policy(**tree)
+    return Policy(**{name: _typed(path, name, value) for name, value in tree.items()})
+
+
+def _typed(path: Path, name: str, value: Any) -> Any:
+    """The value of a rule in its own type; no other type is silently turned into it."""
+    hint = {f.name: str(f.type) for f in dataclasses.fields(Policy)}.get(name)
+    if hint is None:
+        raise ConfigError(f"The policy file {path} has an unknown rule {name!r}.", rule=name)
+    kinds = set(hint.split(" | "))
+    if value is None and "None" in kinds:
+        return None
+    if type(value) in (bool, int) and type(value).__name__ in kinds:
+        return value
+    if type(value) in (int, float) and "float" in kinds:
+        return float(value) if abs(value) < 1e300 else math.inf
+    if type(value) is str and "str" in kinds:
+        return value
+    if type(value) is list:
+        for item, wanted in ((int, "tuple[int, ...]"), (str, "tuple[str, ...]")):
+            if wanted in kinds and all(type(v) is item for v in value):
+                return tuple(value)
+    raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type ({hint}).", rule=name)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -203,8 +307,10 @@ def simulated_policy(config: Config) -> Policy:
 
 
 def save_policy(path: Path, policy: Policy) -> None:
-    """Write a policy file atomically, readable by its owner only."""
-    atomic_write(path, (json.dumps(dataclasses.asdict(policy), indent=1) + "\n").encode(), mode=0o600)
+    """Write a policy file atomically, readable by its owner only: commented YAML, or JSON if the name says so."""
+    tree = dataclasses.asdict(policy)
+    text = json.dumps(tree, indent=1) + "\n" if path.suffix == ".json" else format_yaml(tree, RULES)
+    atomic_write(path, text.encode(), mode=0o600)
 
 
 def run_budget(opened: RoundOpen) -> tuple[Budget, ...]:

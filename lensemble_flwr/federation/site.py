@@ -4,7 +4,9 @@ identity.key     Ed25519 private key, 32 bytes: who this participant is, for eve
 identity.pub     its public key in hex: what the other participants pin
 roster.json      whom this site is willing to sum with, if its operator pinned that
 site.secret      32 bytes: salts of dataset roots
-policy.json      what the operator allows
+policy.yaml      what the operator allows (policy.json at a simulated site)
+site.json        how this site is run (settings; only real sites have it)
+ca.crt           certificate authority of the coordinator whom the site's SuperNode trusts (only real sites)
 ledger.jsonl, ledger.head   the privacy ledger
 answered/        one empty file per round whose unmask question was answered (the latch)
 masked/          one empty file per state of a protocol session that must not be left twice; deleted with its round
@@ -24,6 +26,8 @@ import secrets
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lensemble_flwr.data.commitment import derive_salt
@@ -31,6 +35,7 @@ from lensemble_flwr.durable import atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.federation.roster import PUBLIC_KEY_FILE, ROSTER_FILE, Roster, load_roster
+from lensemble_flwr.federation.site_settings import SiteSettings, load_settings
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
@@ -57,8 +62,11 @@ class Site:
         self._secret = self._read("site.secret", 32)
 
     @classmethod
-    def create(cls, folder: Path, policy: Policy) -> Site:
+    def create(cls, folder: Path, policy: Policy, policy_file: str = "policy.json") -> Site:
         """Make a site's folder with fresh keys, an empty ledger and this policy.
+
+        Args:
+            policy_file: ``policy.yaml`` for an operator to read and edit.
 
         Raises:
             ArtifactError: the folder cannot be written.
@@ -75,7 +83,7 @@ class Site:
             (folder / name).unlink(missing_ok=True)
         private = Ed25519PrivateKey.generate()
         atomic_write(folder / "site.secret", secrets.token_bytes(32))
-        save_policy(folder / "policy.json", policy)
+        save_policy(folder / policy_file, policy)
         public = private.public_key().public_bytes_raw()
         atomic_write(folder / PUBLIC_KEY_FILE, public.hex().encode() + b"\n", mode=0o644)
         PrivacyLedger.init(folder / "ledger.jsonl", public)
@@ -99,8 +107,35 @@ class Site:
 
     @property
     def policy(self) -> Policy:
-        """The policy as it is on disk now; rules are read again each round."""
-        return load_policy(self.folder / "policy.json")
+        """The policy as it is on disk now; rules are read again each round.
+
+        Raises:
+            ConfigError: missing, not valid, or there are two.
+        """
+        old, new = self.folder / "policy.json", self.folder / "policy.yaml"
+        if old.exists() and new.exists():
+            raise ConfigError(f"The site {self.folder} has two policies.", "Remove policy.json or policy.yaml.")
+        return load_policy(old if old.exists() else new)
+
+    @property
+    def settings(self) -> SiteSettings | None:
+        """How a real site is run; None at a simulated one."""
+        return load_settings(self.folder)
+
+    def coordinators(self) -> tuple[str, ...]:
+        """SHA-256 fingerprints (hex) of the certificate authorities in the site's ``ca.crt``; none without the file.
+
+        Raises:
+            ConfigError: the file holds no certificates.
+        """
+        try:
+            pem = (self.folder / "ca.crt").read_bytes()
+            certificates = x509.load_pem_x509_certificates(pem)
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.folder / 'ca.crt'} holds no readable certificate: {error}.") from error
+        return tuple(certificate.fingerprint(hashes.SHA256()).hex() for certificate in certificates)
 
     @property
     def roster(self) -> Roster | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -91,6 +92,22 @@ class Task(Protocol):
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Make and cache what is missing: generated data, the public warm start. Idempotent."""
+        ...
+
+    def public_files(self) -> tuple[Path, ...]:
+        """The cached files that every party must hold and that no party needs to keep secret (none: nothing)."""
+        ...
+
+    def prepare_participant(self, partition: int, public: Path | None = None, progress: Progress | None = None) -> None:
+        """Make what one real participant needs: its own generated recordings, and the public files.
+
+        Args:
+            partition: which participant.
+            public: a folder with :meth:`public_files` to copy instead of making them here.
+
+        Raises:
+            ArtifactError: a file is missing there or damaged.
+        """
         ...
 
 

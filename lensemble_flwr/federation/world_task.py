@@ -18,9 +18,10 @@ from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import episode_hash, iterate
 from lensemble_flwr.data.lander import CAMERAS, LanderSpec, camera_of
 from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
-from lensemble_flwr.data.store import LanderData, ensure_dataset, open_dataset
+from lensemble_flwr.data.store import LanderData, ShardSource, ensure_dataset, open_dataset
 from lensemble_flwr.data.windows import without
-from lensemble_flwr.errors import ContractViolation
+from lensemble_flwr.durable import atomic_write
+from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
 from lensemble_flwr.federation.task import LocalResult, Progress, Slice
 from lensemble_flwr.gauge.align import FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
@@ -45,7 +46,9 @@ class WorldTask:
 
     rehearsal_metric = "r5_nominal"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, data_dir: Path | None = None) -> None:
+        """``data_dir``: where a real site's own recordings lie; simulated participants share the home folder's."""
+        self._data_dir = data_dir
         data, model, inner, objective = config.data, config.model, config.inner, config.objective
         self.config = config
         self.data_spec = LanderSpec(
@@ -183,18 +186,59 @@ class WorldTask:
                 sources = [self.data.public(body) for body in self.data.embodiments]
                 save_probe(build_probe(sources, self.model_spec.latent_dim, self.config.seed), self._cache(".probe"))
 
+    def public_files(self) -> tuple[Path, ...]:
+        return self._cache(".safetensors"), self._cache(".probe")
+
+    def prepare_participant(self, partition: int, public: Path | None = None, progress: Progress | None = None) -> None:
+        tell = progress or (lambda what, done, total: None)
+        if self._data_dir is None:
+            raise ContractViolation("This task has no folder of a participant's own recordings.")
+        if partition >= self.data_spec.participants:
+            raise ConfigError(
+                f"There is no participant {partition}: this run has {self.data_spec.participants}.",
+                "Participants count from 0: correct the site's number, or federation.participants.",
+            )
+        shard = next(s for s in self.data_spec.shards() if s.split == "participant" and s.index == partition)
+        ensure_dataset(
+            self.data_spec,
+            self._data_dir,
+            lambda done, total: tell("generating episodes", done, total),
+            only=[shard.name],
+        )
+        if public is None:
+            return self.prepare(progress)
+        for path in self.public_files():
+            if not (public / path.name).is_file():
+                raise ArtifactError(
+                    f"{public} does not hold {path.name}, the public start of this configuration.",
+                    "Ask the coordinator to export it with these overrides: lensemble coordinator public.",
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, (public / path.name).read_bytes(), mode=0o644)
+        load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)  # both are verified as they load
+        load_probe(self._cache(".probe"))
+        return None
+
     # ------------------------------------------------------------------ participants
+
+    @cached_property
+    def _recordings(self) -> LanderData:
+        return open_dataset(self.data_spec, self._data_dir) if self._data_dir is not None else self.data
+
+    def recordings(self, partition: int) -> ShardSource:
+        """A participant's own recordings; opens no other participant's file."""
+        return self._recordings.participant(partition)
 
     def body(self, partition: int) -> str:
         """The embodiment that a participant flies."""
-        return self.data.participant(partition).embodiment
+        return self.recordings(partition).embodiment
 
     def episode_hashes(self, partition: int) -> list[bytes]:
-        return [episode_hash(episode) for episode in iterate(self.data.participant(partition))]
+        return [episode_hash(episode) for episode in iterate(self.recordings(partition))]
 
     def local_data(self, partition: int) -> Trajectories:
         """A participant's episodes, without public probe episodes that may have slipped in."""
-        episodes, _ = without(self.data.participant(partition), self.probe.episode_hashes)
+        episodes, _ = without(self.recordings(partition), self.probe.episode_hashes)
         return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
 
     def training_data(self, partition: int) -> Trajectories | LatentTrajectories:

@@ -135,6 +135,11 @@ class RunData:
         return str(self.setting("task", str))
 
     @property
+    def two_party(self) -> bool:
+        """Whether only two participants took part, by explicit consent."""
+        return self.manifest.plan.get("two_party") is True
+
+    @property
     def planned_rounds(self) -> int:
         return int(self.setting("diloco.rounds", int))
 

@@ -24,6 +24,10 @@ from lensemble_flwr.reporting.wording import (
 )
 
 RUN_ROW = "this run"
+TWO_PARTY = (
+    "WARNING: with two participants, each can subtract its own update from the sum and see the other's: only the "
+    "other's own noise hides it, and the masks hide it from the coordinator alone."
+)
 
 
 def start_name(run: RunData) -> str:
@@ -32,8 +36,8 @@ def start_name(run: RunData) -> str:
 
 
 def closing_sentence(run: RunData) -> str:
-    """The outcome in one sentence: how far it came, what was gained against the start, and what is claimed."""
-    return f"{how_far(run)}{gained(run)}; {claimed(run)}."
+    """The outcome in one sentence: how far it came, what was gained, what is claimed (and a warning for two)."""
+    return f"{how_far(run)}{gained(run)}; {claimed(run)}.{' ' + TWO_PARTY if run.two_party else ''}"
 
 
 def how_far(run: RunData) -> str:

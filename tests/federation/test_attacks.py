@@ -302,6 +302,19 @@ def test_a_close_of_another_round_leaves_the_live_one_open(tmp_path: Path, chang
     assert seen == ["encoded", 1]
 
 
+def test_the_last_close_settles_what_a_site_answered_before_it_dropped_out(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "diloco.rounds=3")
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        cut_off = node == NODE and bool(federation.rounds()) and stage != Stage.CLOSE
+        return False if cut_off else None
+
+    federation.transport.before = before
+    federation.start()
+    assert [r["participants"] for r in federation.rounds()] == [4, 3, 3]
+    assert (state_of_round_0(federation), len(releases(federation))) == ("closed", 0)
+
+
 def test_a_refused_round_open_settles_nothing(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "diloco.rounds=1")
     seen: list[Any] = []

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lensemble_flwr.config import load_config
-from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ResidencyViolation
+from lensemble_flwr.errors import (
+    ArtifactError,
+    CheckpointIntegrityError,
+    ConfigError,
+    LensembleError,
+    ResidencyViolation,
+)
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.world_task import WorldTask
 from lensemble_flwr.gauge.align import FrameSurface, conjugate
@@ -163,3 +169,38 @@ def test_pseudo_participants_hold_public_episodes_only() -> None:
     public = {h for body in task.data.embodiments for h in episode_hashes(task.data.public(body))}
     assert not private & public
     assert task.public_update(task.initial(), 1, steps=2, sketch_seed=0).shape == (task.dimension,)
+
+
+def test_a_real_site_holds_its_own_recordings_and_verified_public_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = make()
+    steps = {"steps": 1, "sketch_seed": 1, "round_index": 0}
+    theirs = shared.local_update(shared.initial(), 1, None, **steps)  # now: what is read later comes from another home
+    hashes, constants = shared.episode_hashes(1), (shared.base_hash, shared.probe_hash)
+    public = tmp_path / "public"
+    public.mkdir()
+    for path in shared.public_files():
+        (public / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path / "site-home"))
+    site = WorldTask(load_config(TINY), tmp_path / "data")
+    site.prepare_participant(1, public)
+    assert [p.name for p in (tmp_path / "data").rglob("*.npz")] == ["participant-00001.npz"]
+    assert not list((tmp_path / "site-home").rglob("*.npz"))  # nobody else's data, and no public recordings
+    assert (site.base_hash, site.probe_hash) == constants
+    assert site.episode_hashes(1) == hashes
+    assert np.array_equal(site.local_update(site.initial(), 1, None, **steps).theta, theirs.theta)
+    with pytest.raises(ConfigError, match="participant 4"):
+        site.prepare_participant(4, public)
+    with pytest.raises(ArtifactError):
+        site.episode_hashes(0)
+
+    for path in public.iterdir():
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        with pytest.raises(LensembleError):
+            WorldTask(load_config(TINY), tmp_path / "data").prepare_participant(1, public)
+        path.unlink()
+        with pytest.raises(ArtifactError, match="does not hold"):
+            WorldTask(load_config(TINY), tmp_path / "data").prepare_participant(1, public)
+        path.write_bytes(whole)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lensemble_flwr.reporting import wording
 from lensemble_flwr.reporting.metrics import describe, metrics_of, ordered, primary
+from lensemble_flwr.reporting.report import write_report
 from lensemble_flwr.reporting.run_data import load_run
 from lensemble_flwr.reporting.summary import baseline_kind, closing_sentence, comparison, rounds_rows
 from tests.reporting.runs import make_run
@@ -50,6 +51,14 @@ def test_budget_stop(made: dict[str, Path]) -> None:
     text = sentence(made["budget"])
     assert text.startswith("The privacy budget ended the run after 2 of 5 rounds; the held-out error fell")
     assert "claimed for all 5 planned rounds is epsilon 11.5" in text
+
+
+def test_two_participants_are_warned_of_in_the_sentence_and_the_report(own: Own) -> None:
+    folder = own("private")
+    assert "WARNING" not in sentence(folder)
+    edit(folder / "manifest.json", lambda tree: tree["plan"].update(two_party=True))
+    assert "WARNING: with two participants" in sentence(folder)
+    assert "WARNING: with two participants" in write_report(folder).read_text()
 
 
 def test_a_worse_model_is_called_worse(made: dict[str, Path]) -> None:

@@ -1,8 +1,7 @@
-"""``lensemble site``: what an operator does with a site's folder."""
+"""``lensemble site roster``: whom a site is willing to sum with."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,25 +10,8 @@ from lensemble_flwr.federation.roster import ROSTER_FILE, Roster, load_roster, p
 from lensemble_flwr.federation.site import Site
 
 
-def site_command(argv: Sequence[str]) -> int:
-    """Run ``lensemble site ACTION ...``; returns the exit status. Raises LensembleError."""
-    parser = argparse.ArgumentParser(prog="lensemble site", description="What an operator does with a site's folder.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    roster = actions.add_parser(
-        "roster",
-        help="show or change whom this site is willing to sum with",
-        description="Show or change the pinned roster: the participants that this site is willing to sum with. Get "
-        "their identities from them, not from the coordinator, and compare the roster's hash with theirs.",
-        epilog="lensemble site roster /srv/site --add hospital-b=IDENTITY",
-    )
-    roster.add_argument("folder", metavar="FOLDER", help="the site's folder")
-    roster.add_argument("--add", nargs="+", default=[], metavar="NAME=HEX", help="allow these identities")
-    roster.add_argument("--remove", nargs="+", default=[], metavar="NAME", help="allow these no more")
-    arguments = parser.parse_args(argv)
-    return _roster(Path(arguments.folder), arguments.add, arguments.remove)
-
-
-def _roster(folder: Path, add: Sequence[str], remove: Sequence[str]) -> int:
+def show_or_change(folder: Path, add: Sequence[str], remove: Sequence[str]) -> int:
+    """Change the roster as asked, then print it; returns the exit status. Raises ConfigError."""
     site, path = Site(folder), folder / ROSTER_FILE
     roster = load_roster(path)
     if add or remove:

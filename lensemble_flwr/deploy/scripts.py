@@ -1,0 +1,83 @@
+"""Text of the start scripts and systemd units. No secret stands in them or on a command line: only paths do."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+_QUIET = """export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
+"""
+
+
+def _programs() -> str:
+    return shlex.quote(str(Path(sys.executable).parent))
+
+
+def supernode_script(superlink: str, runtime_port: int) -> str:
+    """``supernode.sh``: checks the site, then becomes Flower's SuperNode.
+
+    The site's own ``bin`` comes first on the PATH, so that Flower finds the site's ``flwr-clientapp``, which judges the
+    app before it runs.
+    """
+    return f"""#!/bin/sh
+# Starts this site's SuperNode; written by `lensemble site init` and `lensemble site connect`.
+set -eu
+umask 077
+SITE=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+PROGRAMS={_programs()}
+export PATH="$SITE/bin:$PROGRAMS:$PATH" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
+{_QUIET}cd "$SITE"
+"$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
+exec flower-supernode --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
+    --auth-supernode-private-key "$SITE/supernode.key" --host 127.0.0.1 --port {runtime_port} \\
+    --node-config "site=\\"$SITE\\""
+"""
+
+
+def superlink_script(port: int) -> str:
+    """``superlink.sh``: Flower's SuperLink with TLS, SuperNode authentication and a database."""
+    return f"""#!/bin/sh
+# Starts the SuperLink; written by `lensemble coordinator init`.
+# Whoever reaches this port can submit runs and read their logs: let only sites and submitters through the firewall.
+set -eu
+umask 077
+COORDINATOR=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+PROGRAMS={_programs()}
+export PATH="$PROGRAMS:$PATH" FLWR_HOME="$COORDINATOR/flwr"
+export LENSEMBLE_HOME="${{LENSEMBLE_HOME:-$COORDINATOR/home}}"
+{_QUIET}cd "$COORDINATOR"
+exec flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
+    --enable-supernode-auth --database state.db --disable-runtime-dependency-installation \\
+    --host "${{LENSEMBLE_HOST:-0.0.0.0}}" --port {port}
+"""
+
+
+def systemd_unit(what: str, script: Path, user: str) -> str:
+    """A unit that starts a script at boot and again after it ends.
+
+    Flower refuses a SuperNode that comes back within a minute of a ``kill -9`` (its program then ends at once), so the
+    unit tries for ever, twenty seconds apart.
+    """
+    folder = script.parent
+    return f"""[Unit]
+Description={what}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+User={user}
+ExecStart={script}
+Restart=always
+RestartSec=20
+TimeoutStopSec=60
+UMask=0077
+NoNewPrivileges=true
+PrivateTmp=true
+ProtectSystem=full
+ReadWritePaths={folder}
+
+[Install]
+WantedBy=multi-user.target
+"""

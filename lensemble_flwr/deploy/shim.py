@@ -1,0 +1,100 @@
+"""A site's own ``flwr-clientapp``: lets Flower run an app only if the site's policy lists the bundle's SHA-256.
+
+Flower's SuperNode starts the program ``flwr-clientapp`` by name for every message and hands it the app bundle (FAB)
+that the submitter of the run sent. `lensemble site init` writes a copy of this file into the site's ``bin`` folder,
+which the site's start script puts first on the PATH. It must stand alone: it imports nothing of the app's packages,
+so that none of them is loaded before the bundle was judged. Tied to flwr 1.42: where the names it wraps are missing,
+it refuses to run at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+
+class AppRefused(Exception):
+    """The app is not on the site's list. Flower sends this text to the coordinator: no hash list, no path in it."""
+
+
+def allowed_fabs(site: Path) -> list[str] | None:
+    """The policy's list; None when it has no such rule (any app). Anything unreadable raises: nothing runs then."""
+    old, new = site / "policy.json", site / "policy.yaml"
+    if old.exists() == new.exists():
+        raise AppRefused("The site's policy cannot be read.")
+    try:
+        text = (old if old.exists() else new).read_text(encoding="utf-8")
+        if old.exists():
+            tree = json.loads(text)
+        else:
+            import yaml
+
+            tree = yaml.safe_load(text)
+    except Exception as error:
+        raise AppRefused("The site's policy cannot be read.") from error
+    if len(re.findall(r"""^\s*["']?allowed_fabs["']?\s*:""", text, re.MULTILINE)) > 1:
+        raise AppRefused("The site's rule allowed_fabs stands there twice.")
+    rule = tree.get("allowed_fabs") if isinstance(tree, dict) else []
+    if rule is None:
+        return None
+    if not isinstance(rule, list) or not all(isinstance(item, str) for item in rule):
+        raise AppRefused("The site's rule allowed_fabs cannot be read.")
+    return rule
+
+
+def judge(site: Path, fab: bytes) -> None:
+    """Raise :class:`AppRefused` unless the bundle may run here; the hash of a refused one goes to the site's log."""
+    try:
+        listed = allowed_fabs(site)
+        digest = hashlib.sha256(fab).hexdigest()
+        if listed is not None and digest not in listed:
+            raise AppRefused("The site's rule allowed_fabs does not list this app.")
+    except AppRefused as error:
+        with open(site / "site.log", "a", encoding="utf-8") as log:
+            digest = hashlib.sha256(fab).hexdigest()
+            log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S},000 ERROR {error} Its SHA-256 is {digest}.\n")
+        raise
+
+
+def install_guard(site: Path, module: Any, loading: Any) -> None:
+    """Wrap Flower's installation of a bundle, and tie the folder that is loaded to the one that was installed."""
+    install, project_dir = module.install_from_fab, loading.get_project_dir
+    installed: list[Path] = []
+
+    @functools.wraps(install)
+    def guarded(fab: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(fab, bytes):
+            raise AppRefused("The app did not come as one bundle.")
+        judge(site, fab)
+        path = install(fab, *args, **kwargs)
+        installed.append(Path(path))
+        return path
+
+    @functools.wraps(project_dir)
+    def judged(*args: Any, **kwargs: Any) -> Any:
+        # The name and hash that lead to this folder come from the coordinator, apart from the bundle itself.
+        path = Path(project_dir(*args, **kwargs))
+        if path not in installed:
+            raise AppRefused("The app to load is not the bundle that was judged.")
+        return path
+
+    module.install_from_fab, loading.get_project_dir = guarded, judged
+
+
+def main() -> None:
+    """Judge, then be Flower's own ``flwr-clientapp``."""
+    from flwr.supernode.cli import flwr_clientapp
+
+    module = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    install_guard(Path(__file__).resolve().parent.parent, module, importlib.import_module("flwr.clientapp.utils"))
+    flwr_clientapp()
+
+
+if __name__ == "__main__":
+    main()

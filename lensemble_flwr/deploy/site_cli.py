@@ -1,0 +1,184 @@
+"""``lensemble site init|connect|roster|prepare|refresh|check``: one real participant, in one folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lensemble_flwr.deploy.bundle import bundle_hash
+from lensemble_flwr.deploy.keys import read_node_key
+from lensemble_flwr.deploy.site_check import check_site
+from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, write_shim
+from lensemble_flwr.deploy.site_roster import show_or_change
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK
+from lensemble_flwr.federation.policy import Policy
+from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
+
+
+def site_command(argv: Sequence[str]) -> int:
+    """Run one subcommand; returns the exit status."""
+    options = parse(_parser(), argv)
+    return int(options.run(options))
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments whose overrides may stand before, between and after the options."""
+    options, rest = parser.parse_known_args(list(argv))
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def _init(options: argparse.Namespace) -> int:
+    folder: Path = options.folder.expanduser().absolute()
+    budgets = (options.max_epsilon_local, options.max_epsilon_central)
+    policy = Policy(
+        max_epsilon_local=options.max_epsilon_local,
+        max_epsilon_central=8.0 if budgets == (None, None) else options.max_epsilon_central,
+        delta=options.delta,
+        allow_two_party=options.allow_two_party,
+        min_roster=2 if options.allow_two_party else 3,
+        allowed_fabs=(bundle_hash(),),
+    )
+    data = options.data if options.data == SIMULATOR else str(Path(options.data).expanduser().absolute())
+    settings = SiteSettings(folder.name, data, options.participant, "", options.runtime_port)
+    site = create_site(folder, settings, policy)
+    print(f"The site {settings.name} is in {folder}.")
+    print(f"Identity:      {site.identity.hex()}")
+    print(f"SuperNode key: {read_node_key(folder / 'supernode.key')}")
+    print(f"1. Read and change its rules:   {folder / 'policy.yaml'}")
+    print(f"2. Give to the coordinator:     {folder / 'card.json'} (holds the two lines above, nothing secret)")
+    print(f"3. With the coordinator's help: lensemble site connect {folder} HOST:PORT CA.CRT")
+    print(f"4. Before each run:             lensemble site check {folder} [KEY=VALUE ...]")
+    print(f"5. Start:                       {folder / 'supernode.sh'} (or {folder / 'lensemble-site.service'})")
+    return EXIT_OK
+
+
+def _connect(options: argparse.Namespace) -> int:
+    site = Site(options.folder.expanduser().absolute())
+    name = connect_site(site, options.superlink, options.authority, options.roster)
+    print(f"The site's SuperNode will connect to {options.superlink} and trust the authority\n{name}")
+    print("Compare this fingerprint with the coordinator by another way than the file came.")
+    if site.policy.allowed_coordinators is None:
+        print(f'To pin it, write into {site.folder / "policy.yaml"}:\nallowed_coordinators: ["{name}"]')
+    return EXIT_OK
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from lensemble_flwr.config import load_config
+    from lensemble_flwr.federation.tasks import build_task
+
+    site = Site(options.folder.expanduser().absolute())
+    settings = real_settings(site)
+    os.environ["LENSEMBLE_HOME"] = str(site.folder / "home")
+    task = build_task(load_config(options.overrides), settings.data_folder(site.folder))
+
+    def tell(what: str, done: int, total: int) -> None:
+        if done >= total or done * 4 // total != (done - 1) * 4 // total:
+            print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
+
+    task.prepare_participant(settings.participant, options.public, tell)
+    print(f"The site {settings.name} has what this run needs.")
+    return EXIT_OK
+
+
+def _roster(options: argparse.Namespace) -> int:
+    return show_or_change(options.folder.expanduser().absolute(), options.add, options.remove)
+
+
+def _refresh(options: argparse.Namespace) -> int:
+    site = Site(options.folder.expanduser().absolute())
+    real_settings(site)
+    write_shim(site.folder)
+    print(f"bin/flwr-clientapp is this release's. Its own app has the SHA-256\n{bundle_hash()}")
+    print(f"It runs here once allowed_fabs in {site.folder / 'policy.yaml'} lists it.")
+    return EXIT_OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    folder: Path = options.folder.expanduser().absolute()
+    config = None
+    if options.overrides:
+        from lensemble_flwr.config import load_config
+
+        config = load_config(options.overrides)
+    if (folder / "home").is_dir():
+        os.environ["LENSEMBLE_HOME"] = str(folder / "home")  # where its SuperNode keeps public files
+    found = check_site(folder, config, online=not options.offline)
+    print(found.text())
+    print("The site is sound." if found.sound else "Not as it stands: see the lines that say REFUSED.")
+    return EXIT_OK if found.sound else EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lensemble site",
+        description="One real participant in one folder: keys, policy, ledger, start script.",
+        epilog="On a CPU, in seconds: lensemble site init /srv/lensemble/north",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(run=run)
+        command.add_argument("folder", type=Path, metavar="PATH", help="the site's folder; its last part is its name")
+        return command
+
+    init = add("init", _init, "make a site: keys, ledger, policy, start script")
+    init.add_argument(
+        "--data",
+        default=SIMULATOR,
+        metavar="PATH",
+        help="folder of the site's recordings; default: recordings by the built-in simulator",
+    )
+    init.add_argument("--participant", type=int, default=0, metavar="N", help="which participant of the data set")
+    init.add_argument("--max-epsilon-local", type=float, metavar="E", help="lifetime budget against anyone")
+    init.add_argument(
+        "--max-epsilon-central",
+        type=float,
+        metavar="E",
+        help="lifetime budget against readers of the models (default: 8, if none is given)",
+    )
+    init.add_argument("--delta", type=float, default=1e-5, metavar="D", help="of both (default: %(default)s)")
+    init.add_argument(
+        "--allow-two-party",
+        action="store_true",
+        help="accept a federation of two: the peer then sees this site's noised update in every sum",
+    )
+    init.add_argument(
+        "--runtime-port",
+        type=int,
+        default=9094,
+        metavar="PORT",
+        help="on 127.0.0.1, for Flower's own use (default: %(default)s)",
+    )
+    connect = add("connect", _connect, "tell a site its coordinator")
+    connect.add_argument("superlink", metavar="HOST:PORT", help="of the coordinator's SuperLink")
+    connect.add_argument("authority", type=Path, metavar="CA.CRT", help="the coordinator's ca.crt")
+    connect.add_argument("--roster", type=Path, metavar="FILE", help="the coordinator's roster.json")
+    roster = add("roster", _roster, "show or change whom this site is willing to sum with")
+    roster.description = (
+        "Show or change the pinned roster: the participants that this site is willing to sum with. Get their "
+        "identities from them, not from the coordinator, and compare the roster's hash with theirs."
+    )
+    roster.add_argument("--add", nargs="+", default=[], metavar="NAME=HEX", help="allow these identities")
+    roster.add_argument("--remove", nargs="+", default=[], metavar="NAME", help="allow these no more")
+    prepare = add("prepare", _prepare, "make what a run needs here: simulated recordings, public files")
+    prepare.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the run's configuration")
+    prepare.add_argument(
+        "--public",
+        type=Path,
+        metavar="DIR",
+        help="public files from the coordinator (lensemble coordinator public); else made here",
+    )
+    add("refresh", _refresh, "write bin/flwr-clientapp again after an upgrade")
+    check = add("check", _check, "say what the site allows, has spent, and would refuse; exit status 0 or 1")
+    check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a run's configuration, to be judged too")
+    check.add_argument("--offline", action="store_true", help="do not visit the SuperLink")
+    return parser

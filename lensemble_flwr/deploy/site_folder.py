@@ -1,0 +1,127 @@
+"""Making a real site's folder: keys, ledger, policy, the judge of apps, start script; and the card for its coordinator.
+
+site.json, supernode.key, supernode.pub, card.json, ca.crt, roster.json, bin/flwr-clientapp, supernode.sh,
+lensemble-site.service beside what :mod:`lensemble_flwr.federation.site` lists; flwr/ and home/ are Flower's and the
+project's own folders of this site.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import json
+import re
+import sys
+from pathlib import Path
+
+from lensemble_flwr.deploy import shim
+from lensemble_flwr.deploy.keys import read_node_key, write_node_key
+from lensemble_flwr.deploy.scripts import supernode_script, systemd_unit
+from lensemble_flwr.deploy.tls import fingerprint, read_authority, split_address
+from lensemble_flwr.durable import atomic_write, file_errors
+from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.federation.policy import Policy
+from lensemble_flwr.federation.roster import ROSTER_FILE, parse_roster, save_roster
+from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings, save_settings
+
+CARD_VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_PLAIN = re.compile(r"[A-Za-z0-9._/+@:=, -]+")
+
+
+def check_name(name: str) -> str:
+    """A site's name, good for file names. Raises ConfigError for another."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be a site's name.", "Use letters, digits, dots, hyphens; at most 63.")
+    return name
+
+
+def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
+    """A new site's folder, whole but for the coordinator's address and certificate (:func:`connect_site`).
+
+    Raises:
+        ConfigError: there is a site already, a bad name or path.
+        ArtifactError: it cannot be written.
+    """
+    check_name(settings.name)
+    folder = folder.absolute()
+    if not _PLAIN.fullmatch(str(folder)):
+        raise ConfigError(f"{str(folder)!r} has characters that Flower's --node-config cannot hold.", "Move it.")
+    if settings.data != SIMULATOR and not Path(settings.data).is_dir():
+        raise ConfigError(f"--data {settings.data} is no folder.", f"Name one, or {SIMULATOR!r}.")
+    site = Site.create(folder, policy, policy_file="policy.yaml")
+    folder.chmod(0o700)
+    with file_errors(folder, "write"):
+        for name in ("bin", "flwr", "home", "data"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+    write_node_key(folder / "supernode.key", folder / "supernode.pub")
+    write_shim(folder)
+    _write_settings(folder, settings)
+    write_card(site, settings)
+    return site
+
+
+def write_shim(folder: Path) -> None:
+    """``bin/flwr-clientapp``: this Python, isolated from its environment, and the judge's own text."""
+    atomic_write(folder / "bin" / "flwr-clientapp", shim_text().encode(), mode=0o700)
+
+
+def shim_text() -> str:
+    """What ``bin/flwr-clientapp`` must hold here."""
+    python = Path(sys.executable).parent / "python"  # the same for python3, as another program may have been started
+    return f"#!{python} -I\n" + Path(shim.__file__).read_text(encoding="utf-8")
+
+
+def _write_settings(folder: Path, settings: SiteSettings) -> None:
+    save_settings(folder, settings)
+    script = folder / "supernode.sh"
+    address = settings.superlink or "UNKNOWN"
+    atomic_write(script, supernode_script(address, settings.runtime_port).encode(), mode=0o700)
+    unit = systemd_unit(f"lensemble site {settings.name}", script, getpass.getuser())
+    atomic_write(folder / "lensemble-site.service", unit.encode(), mode=0o644)
+
+
+def write_card(site: Site, settings: SiteSettings) -> Path:
+    """``card.json``: the site's public names, for the coordinator. Nothing in it is secret."""
+    card = {
+        "version": CARD_VERSION,
+        "name": settings.name,
+        "identity": site.identity.hex(),
+        "supernode_key": read_node_key(site.folder / "supernode.key"),
+    }
+    path = site.folder / "card.json"
+    atomic_write(path, (json.dumps(card, indent=1) + "\n").encode(), mode=0o644)
+    return path
+
+
+def connect_site(site: Site, superlink: str, authority: Path, roster: Path | None = None) -> str:
+    """Tell a site its coordinator; returns the fingerprint of the authority that it trusts from now on.
+
+    Raises:
+        ConfigError: no real site, a bad address, no authority, or one that the policy does not allow.
+    """
+    settings = real_settings(site)
+    split_address(superlink)
+    name = fingerprint(read_authority(authority))
+    allowed = site.policy.allowed_coordinators
+    if allowed is not None and name not in allowed:
+        raise ConfigError(
+            f"{authority} has the fingerprint {name}, which the rule allowed_coordinators does not list.",
+            "Compare it with the coordinator by another way than this file came; then change the policy.",
+            rule="allowed_coordinators",
+        )
+    with file_errors(authority, "read"):
+        atomic_write(site.folder / "ca.crt", authority.read_bytes(), mode=0o644)
+        if roster is not None:
+            save_roster(site.folder / ROSTER_FILE, parse_roster(roster.read_bytes()))
+    _write_settings(site.folder, dataclasses.replace(settings, superlink=superlink))
+    return name
+
+
+def real_settings(site: Site) -> SiteSettings:
+    """The settings of a real site. Raises ConfigError for a simulated one."""
+    settings = site.settings
+    if settings is None:
+        raise ConfigError(f"{site.folder} is a simulated site.", "Make a real one with `lensemble site init`.")
+    return settings

@@ -1,0 +1,142 @@
+"""``lensemble status``: how a run stands, from the public files in its folder, and which sites are connected."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
+from lensemble_flwr.federation.manifest import read_manifest
+from lensemble_flwr.federation.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands. ``state``: running, interrupted (nobody works on it), completed, or an error's code."""
+
+    state: str
+    planned: int
+    rounds: list[dict[str, Any]]
+    target_epsilon: float | None
+    age_s: float
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nobody needs to do anything."""
+        return self.state in ("running", "completed")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Expected seconds until the end, from the mean of the rounds so far; None before the first."""
+        timed = [r["seconds"] for r in self.rounds if r.get("seconds")]
+        if not timed or self.state != "running":
+            return None
+        mean = sum(timed) / len(timed)
+        return max(0.0, (self.planned - len(self.rounds)) * mean - min(self.age_s, mean))
+
+    def text(self, now: datetime) -> str:
+        """What a person reads."""
+        lines = [f"{self.state}: {len(self.rounds)} of {self.planned} rounds"]
+        if self.rounds:
+            last = self.rounds[-1]
+            lines.append(
+                f"last round: {last['round']}, {last['outcome']}, {last['participants']} of {last['roster']} in the "
+                f"sum, {timedelta(seconds=round(self.age_s))} ago"
+            )
+            if last.get("private"):
+                spent = ", ".join(f"{view} {_epsilon(last.get(f'epsilon_{view}'))}" for view in ("central", "local"))
+                lines.append(
+                    f"epsilon of this run's public rounds: {spent} (the run's target: {self.target_epsilon:g})"
+                )
+            elif not last.get("private"):
+                lines.append("NON-PRIVATE: no epsilon is claimed")
+        if self.seconds_left is not None:
+            lines.append(f"expected end: {now + timedelta(seconds=self.seconds_left):%Y-%m-%d %H:%M:%S}")
+        if self.state == "interrupted":
+            lines.append("nobody works on it: lensemble run --resume continues it")
+        return "\n".join(lines)
+
+
+def read_status(folder: Path, now: float) -> Status:
+    """How the run in ``folder`` stands.
+
+    Raises:
+        ArtifactError, ConfigError: there is no run, or a file of it is damaged.
+    """
+    manifest = read_manifest(folder)
+    rounds = RunFolder.open(folder).rounds()
+    state = manifest.status
+    if state == "running" and _held(folder / "state" / "lock") is False:
+        state = "interrupted"
+    path = folder / "rounds.jsonl"
+    age = now - path.stat().st_mtime if path.is_file() else 0.0
+    target = manifest.config["privacy"]["target_epsilon"]
+    return Status(state, int(manifest.config["diloco"]["rounds"]), rounds, target, max(0.0, age))
+
+
+def _held(lock: Path) -> bool | None:
+    """Whether a process of this machine holds the lock; None where the system does not tell. Takes no lock itself."""
+    try:
+        inode = f":{lock.stat().st_ino}"
+        return any(
+            words[5].endswith(inode)
+            for line in Path("/proc/locks").read_text().splitlines()
+            if len(words := line.split()) > 5 and words[1] == "FLOCK"
+        )
+    except OSError:
+        return None
+
+
+def _epsilon(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "infinite"
+
+
+def _newest() -> Path:
+    runs = sorted(Path("outputs").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ConfigError("There is no run below outputs/.", "Name a run's folder.")
+    return runs[-1].parent
+
+
+def status_command(argv: Sequence[str]) -> int:
+    """Run the command; exit status 0 when nobody needs to do anything, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="lensemble status",
+        description="How a run stands: rounds, epsilon of its public rounds, expected end; which sites are connected.",
+        epilog="Exit status: 0 running or completed, 1 otherwise. On a CPU, at once: lensemble status outputs/RUN",
+    )
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a run's folder; default: the newest")
+    parser.add_argument("--coordinator", type=Path, metavar="DIR", help="list the sites of this coordinator, too")
+    parser.add_argument("--json", action="store_true", help="one line of JSON, for monitoring")
+    options = parser.parse_args(list(argv))
+    sites = nodes(open_coordinator(options.coordinator)) if options.coordinator else None
+    status = read_status((options.folder or _newest()).expanduser().absolute(), time.time())
+    if options.json:
+        last = status.rounds[-1] if status.rounds else {}
+        print(
+            json.dumps(
+                {
+                    "state": status.state,
+                    "healthy": status.healthy,
+                    "rounds": len(status.rounds),
+                    "planned": status.planned,
+                    "seconds_left": status.seconds_left,
+                    "seconds_since_last_round": round(status.age_s),
+                    "epsilon_central": last.get("epsilon_central"),
+                    "epsilon_local": last.get("epsilon_local"),
+                    "sites": dict(sites) if sites is not None else None,
+                }
+            )
+        )
+    else:
+        print(status.text(datetime.now()))
+        for name, state in sites or ():
+            print(f"site {name}: {state}")
+    return EXIT_OK if status.healthy else EXIT_FAILURE

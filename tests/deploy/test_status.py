@@ -1,0 +1,91 @@
+"""`lensemble status` from a run's public files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lensemble_flwr.cli import main
+from lensemble_flwr.config import config_hash
+from lensemble_flwr.deploy.status import read_status
+from lensemble_flwr.federation.claim_inputs import claim_rows
+from lensemble_flwr.federation.manifest import new_manifest
+from lensemble_flwr.federation.plan import make_plan
+from tests.federation.harness import Federation
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished linear run of three rounds."""
+    federation = Federation(tmp_path)
+    federation.start()
+    write_manifest(federation, "completed")
+    return tmp_path / "run"
+
+
+def write_manifest(federation: Federation, status: str) -> None:
+    import dataclasses
+
+    config, task = federation.config, federation.task
+    plan = make_plan(config, 4, task.dimension)
+    rows, grade, why_not = claim_rows(config, plan, False)
+    assert federation.folder is not None
+    manifest = new_manifest(
+        federation_id=federation.folder.federation_id,
+        config=config,
+        plan=plan,
+        claims=rows,
+        claim_grade=grade,
+        why_not=why_not,
+        base_hash=task.base_hash,
+        probe_hash=task.probe_hash,
+        simulation=False,
+        sites_dir="",
+    )
+    assert manifest.config_hash == config_hash(config).hex()
+    dataclasses.replace(manifest, status=status).write(federation.folder.path)
+
+
+def set_status(run: Path, status: str) -> None:
+    tree: dict[str, Any] = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps({**tree, "status": status}))
+
+
+def test_a_completed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "completed: 3 of 3 rounds" in text
+    assert "central 8" in text
+    assert main(["status", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds"] == 3
+
+
+def test_running_is_told_from_interrupted_by_the_lock_which_is_not_taken(run: Path) -> None:
+    set_status(run, "running")
+    assert read_status(run, 0).state == "interrupted"
+    assert main(["status", str(run)]) == 1
+    with open(run / "state" / "lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert read_status(run, 0).state == "running"
+
+
+def test_the_expected_end(run: Path) -> None:
+    set_status(run, "running")
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    record = {**json.loads(lines[0]), "seconds": 60.0}
+    (run / "rounds.jsonl").write_text(json.dumps(record) + "\n")
+    os.utime(run / "rounds.jsonl", (1000, 1000))
+    with open(run / "state" / "lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert read_status(run, 1010).seconds_left == 110.0
+
+
+def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 2
+    assert main(["status", str(tmp_path)]) == 1
