@@ -161,8 +161,15 @@ def _status(argv: Sequence[str]) -> int:
     return status_command(argv)
 
 
+def _sweep(argv: Sequence[str]) -> int:
+    from lensemble_flwr.sweep_cli import sweep_command
+
+    return sweep_command(list(argv), _preparing)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run one federation"),
+    "sweep": (_sweep, "run a grid of configurations and compare them"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),

@@ -473,7 +473,7 @@ def _load(overrides: tuple[str, ...]) -> Config:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
         tree = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for an empty key
         raise _explain(error, overrides) from error
     finally:
         GlobalHydra.instance().clear()

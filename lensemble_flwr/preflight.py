@@ -255,21 +255,15 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
     task.prepare(progress)
     plan = make_plan(config, config.federation.participants, task.dimension)
     opened = _specimen(config, plan, None)
-    rehearsal, update_seconds = None, math.inf
-    for _ in range(3):  # the first builds and encodes what later ones find
-        started = time.monotonic()
-        update = task.public_update(task.initial(), 0, steps=config.diloco.inner_steps, sketch_seed=0)
-        update_seconds = min(update_seconds, time.monotonic() - started)
+    rehearsal = None
+    update, update_seconds = _timed_update(task, config)
     if config.privacy.enabled:
-        if 2 * config.diloco.rounds * plan.n * update_seconds <= MOST_REHEARSAL_S:
+        if _rehearsal_seconds(config, plan, update_seconds) <= MOST_REHEARSAL_S:
             rehearsal = rehearse(task, config, plan, progress)
             update_seconds = rehearsal.update_seconds
-    mean_square = float(np.mean(np.square(update, dtype=np.float64))) if update is not None else 0.0
+    mean_square = float(np.mean(np.square(update, dtype=np.float64)))
     up, down = _traffic(plan, config.secagg.compares_views)
-    cores = os.cpu_count() or 1
-    seconds = _START_S + config.diloco.rounds * (
-        4 * (_EXCHANGE_S + plan.n * _MESSAGE_S) + plan.n * update_seconds / cores
-    )
+    seconds = _run_seconds(config, plan, update_seconds)
     source = "local step timed here, Flower's cost as measured on two cores"
     return Preflight(
         config=config,
@@ -289,6 +283,48 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         left=_rounds_left(config, plan) if simulation else None,
         without_coin=_without_coin(config, plan),
     )
+
+
+def check_plan(config: Config) -> Plan:
+    """The numbers of a run, without data.
+
+    Raises:
+        ConfigError: the configuration cannot work (infeasible target, ring too coarse).
+    """
+    return make_plan(config, config.federation.participants, build_task(config).dimension)
+
+
+def estimated_seconds(config: Config, progress: Progress | None = None) -> float:
+    """Seconds that `lensemble run` will take, its rehearsal included. Makes the public data and warm start if missing.
+
+    Raises:
+        ConfigError: as :func:`check_plan`.
+    """
+    plan = check_plan(config)
+    task = build_task(config)
+    task.prepare(progress)
+    _, update_seconds = _timed_update(task, config)
+    rehearsal = _rehearsal_seconds(config, plan, update_seconds) if config.privacy.enabled else 0.0
+    return _run_seconds(config, plan, update_seconds) + (rehearsal if rehearsal <= MOST_REHEARSAL_S else 0.0)
+
+
+def _timed_update(task: Task, config: Config) -> tuple[np.ndarray, float]:
+    """A public update, and its seconds: the best of three, because the first builds what later ones find."""
+    best = math.inf
+    for _ in range(3):
+        started = time.monotonic()
+        update = task.public_update(task.initial(), 0, steps=config.diloco.inner_steps, sketch_seed=0)
+        best = min(best, time.monotonic() - started)
+    return update, best
+
+
+def _rehearsal_seconds(config: Config, plan: Plan, update_seconds: float) -> float:
+    return 2 * config.diloco.rounds * plan.n * update_seconds
+
+
+def _run_seconds(config: Config, plan: Plan, update_seconds: float) -> float:
+    exchanges = 4 * (_EXCHANGE_S + plan.n * _MESSAGE_S)
+    return _START_S + config.diloco.rounds * (exchanges + plan.n * update_seconds / (os.cpu_count() or 1))
 
 
 def _ratio(config: Config, plan: Plan) -> float:

@@ -70,10 +70,11 @@ def test_help_is_quick_and_names_only_what_is_there() -> None:
     assert time.monotonic() - began < 3  # 0.06 s on an idle machine
     assert "HEAVY []" in done.stdout
     listed = [line.split()[0] for line in done.stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()]
-    assert listed == list(cli.COMMANDS) == ["run", "preflight", "report", "ledger", "status", "site", "coordinator"]
+    commands = ["run", "sweep", "preflight", "report", "ledger", "status", "site", "coordinator"]
+    assert listed == list(cli.COMMANDS) == commands
 
 
-@pytest.mark.parametrize("command", ["run", "preflight", "report", "ledger"])
+@pytest.mark.parametrize("command", ["run", "sweep", "preflight", "report", "ledger"])
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])

@@ -25,10 +25,12 @@ LAYERS = [
         "lensemble_flwr.secagg",
     },
     {"lensemble_flwr.federation"},
+    {"lensemble_flwr.sweep"},
     {"clients"},
     {"strategies"},
     {"lensemble_flwr.server_app", "lensemble_flwr.client_app", "lensemble_flwr.reporting"},
     {"lensemble_flwr.launch", "lensemble_flwr.preflight"},
+    {"lensemble_flwr.sweep_cli"},
     {"lensemble_flwr.deploy"},
     {"lensemble_flwr.cli"},
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lensemble_flwr.config import load_config
+from lensemble_flwr.sweep import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -32,7 +33,11 @@ def test_lensemble_commands(command: str) -> None:
 
     words = shlex.split(command)
     assert words[1] in KNOWN
-    load_config([word for word in words[2:] if "=" in word])
+    overrides = [word for word in words[2:] if "=" in word]
+    if words[1] == "sweep" and overrides:
+        assert expand(overrides).points
+    else:
+        load_config(overrides)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("scripts/")])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from lensemble_flwr.reporting.drawing import Plot
 from lensemble_flwr.reporting.style import STYLE
 from lensemble_flwr.reporting.wording import clean
 
@@ -59,3 +61,26 @@ def document(title: str, *body: Child) -> str:
         el("style", Markup(STYLE)),
     )
     return "<!doctype html>\n" + el("html", head, el("body", el("main", *body)), lang="en") + "\n"
+
+
+def figure_of(plot: Plot) -> Markup:
+    """A plot with its title and caption."""
+    if plot.wide:
+        drawing: Child = [
+            el("div", Markup(plot.wide), class_="broad"),
+            el("div", Markup(plot.svg), class_="narrow"),
+        ]
+    else:
+        drawing = Markup(plot.svg)
+    return el("figure", el("h3", plot.title), drawing, el("figcaption", unbroken(plot.caption)))
+
+
+def scrollable(table: Markup, label: str) -> Markup:
+    """A table that scrolls by itself where the screen is too narrow; ``label`` is read out."""
+    return el("div", table, class_="scroll", role="region", aria_label=label, tabindex="0")
+
+
+def unbroken(words: str) -> list[Child]:
+    """Keep 1e-5, 53 % and NON-PRIVATE on one line."""
+    pieces = re.split(r"(\d[\d.]*(?:e-\d+| %)|NON-PRIVATE)", words)
+    return [el("span", piece, class_="nb") if i % 2 else piece for i, piece in enumerate(pieces)]

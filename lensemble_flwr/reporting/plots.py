@@ -7,17 +7,30 @@ Matplotlib's object interface is used, so no state is shared with a caller that 
 
 from __future__ import annotations
 
-import io
-import logging
 import math
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
+from lensemble_flwr.reporting.drawing import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PANEL,
+    PURPLE,
+    RED,
+    WIDE,
+    Line,
+    Plot,
+    capital,
+    few_ticks,
+    name_lines,
+    slug,
+    svg,
+    value_limits,
+    whole_ticks,
+)
 from lensemble_flwr.reporting.metrics import Metric, metrics_of, primary
 from lensemble_flwr.reporting.run_data import RunData
 from lensemble_flwr.reporting.summary import baseline_kind, start_name
@@ -27,46 +40,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, the lines darkened to 3:1 and the labels to 4.5:1 against white.
-INK, FAINT, GRID = "#1c2430", "#5b6675", "#dfe3e8"
-BLUE, RED, GREEN, PURPLE, ORANGE = "#0b5fa5", "#b83a00", "#00735a", "#8a4a78", "#8a5a00"
 _BASELINE_COLOURS = {"start": FAINT, "local": ORANGE, "pooled": GREEN, "other": PURPLE}
 _BASELINE_DASHES: dict[str, Any] = {"start": (0, (1, 1.6)), "local": (0, (5, 2)), "pooled": (0, (7, 2, 1.5, 2))}
 _MOST_BASELINES = 4
 _MOST_MARKERS = 40
 _MOST_BARS = 80
-
-PANEL = (460.0, 280.0)
-WIDE = (960.0, 350.0)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One plot.
-
-    Attributes:
-        name: unique in the report; prefix of all ids inside the SVG.
-        title: above it, plain text.
-        caption: below it, plain text; tells what the plot shows to those who cannot see it.
-        svg: markup that is safe to embed.
-        wide: as wide as the page, for large screens and paper; empty if there is no such form.
-    """
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-    wide: str = ""
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A labelled horizontal line, or the end of a curve, to be named at the right edge."""
-
-    y: float
-    text: str
-    colour: str
-    bold: bool = False
 
 
 def all_plots(run: RunData) -> list[Plot]:
@@ -102,7 +80,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     values = [r.metrics.get(metric.name, math.nan) for r in run.rounds]
     lines = []
     if math.isfinite(start):
-        lines.append(_Line(start, f"{start_name(run)} {figure(start)}", _BASELINE_COLOURS["start"]))
+        lines.append(Line(start, f"{start_name(run)} {figure(start)}", _BASELINE_COLOURS["start"]))
     others = [b for b in run.baselines if math.isfinite(b.metrics.get(metric.name, math.nan))]
     others = [b for b in others if baseline_kind(b.name) != "start"]
     others.sort(key=lambda b: ("local", "pooled", "other").index(baseline_kind(b.name)))
@@ -110,7 +88,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     for baseline in others[: _MOST_BASELINES - len(lines)]:
         kind = baseline_kind(baseline.name)
         value = baseline.metrics[metric.name]
-        lines.append(_Line(value, f"{_shortened(baseline.name)} {figure(value)}", _BASELINE_COLOURS[kind]))
+        lines.append(Line(value, f"{_shortened(baseline.name)} {figure(value)}", _BASELINE_COLOURS[kind]))
         kinds.append(kind)
     last = next((v for v in reversed(values) if math.isfinite(v)), math.nan)
 
@@ -122,13 +100,13 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
             axes.axhline(line.y, color=line.colour, linewidth=1.4, linestyle=dashes, zorder=2)
         _curve(axes, run, x, y, BLUE)
         _rounds_axis(axes, run)
-        axes.set_ylabel(_capital(metric.unit or metric.short))
-        _value_limits(axes, [*y, *(line.y for line in lines)])
-        named = [*lines, _Line(last, f"this run {figure(last)}", BLUE, True)] if math.isfinite(last) else lines
-        _name_lines(axes, named)
+        axes.set_ylabel(capital(metric.unit or metric.short))
+        value_limits(axes, [*y, *(line.y for line in lines)])
+        named = [*lines, Line(last, f"this run {figure(last)}", BLUE, True)] if math.isfinite(last) else lines
+        name_lines(axes, named)
 
-    title = _capital(metric.label) + " by round"
-    note = f"{_capital(metric.direction)}. " if metric.direction else ""
+    title = capital(metric.label) + " by round"
+    note = f"{capital(metric.direction)}. " if metric.direction else ""
     unit = {
         "error / copy-last error": "1 is the error of predicting that nothing moves. ",
         "error / error with true actions": "Above 1 the model uses the actions. ",
@@ -139,11 +117,11 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     if run.burnt:
         caption += " Hollow markers: burnt rounds, which left the model as it was."
     return Plot(
-        name=f"evaluation-{_slug(metric.name)}",
+        name=f"evaluation-{slug(metric.name)}",
         title=title,
         caption=caption,
-        svg=_svg(f"evaluation-{_slug(metric.name)}", title, caption, PANEL, draw),
-        wide=_svg(f"evaluation-{_slug(metric.name)}-wide", title, caption, WIDE, draw) if wide else "",
+        svg=svg(f"evaluation-{slug(metric.name)}", title, caption, PANEL, draw),
+        wide=svg(f"evaluation-{slug(metric.name)}-wide", title, caption, WIDE, draw) if wide else "",
     )
 
 
@@ -168,7 +146,7 @@ def _epsilon(run: RunData) -> Plot:
             axes.text(0.5, 0.56, "infinite (no guarantee)", fontsize=17, **style)
             axes.text(0.5, 0.42, "this run is non-private", fontsize=13, **style)
 
-        return Plot("epsilon", title, caption, _svg("epsilon", title, caption, PANEL, empty, names=12))
+        return Plot("epsilon", title, caption, svg("epsilon", title, caption, PANEL, empty, names=12))
 
     def draw(fig: Figure) -> None:
         top, bottom = fig.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1.55, 1]})
@@ -177,16 +155,16 @@ def _epsilon(run: RunData) -> Plot:
             finite = [v for v in values if math.isfinite(v)]
             _curve(axes, run, [-1, *_x(run)], [0.0, *values], colour)
             _rounds_axis(axes, run, label=axes is bottom)
-            named = [_Line(finite[-1], epsilon(finite[-1]), colour, True)] if finite else []
+            named = [Line(finite[-1], epsilon(finite[-1]), colour, True)] if finite else []
             highest = max(finite, default=1.0)
             if axes is top:
                 axes.axhline(run.target_epsilon, color=RED, linewidth=1.6, linestyle=(0, (6, 2)), zorder=2)
-                named.append(_Line(run.target_epsilon, f"budget {run.target_epsilon:g}", RED))
+                named.append(Line(run.target_epsilon, f"budget {run.target_epsilon:g}", RED))
                 highest = max(highest, run.target_epsilon)
             axes.set_ylim(0, highest * 1.16)
-            _few_ticks(axes, 4 if axes is top else 3)
+            few_ticks(axes, 4 if axes is top else 3)
             axes.set_ylabel("Epsilon")
-            axes.set_title(_capital(words[view]), loc="left", fontsize=11.5, color=INK)
+            axes.set_title(capital(words[view]), loc="left", fontsize=11.5, color=INK)
             if not finite:
                 axes.text(
                     0.5,
@@ -198,7 +176,7 @@ def _epsilon(run: RunData) -> Plot:
                     color=RED,
                     fontweight="bold",
                 )
-            _name_lines(axes, named)
+            name_lines(axes, named)
 
     ends = {v: epsilon(spent[v][-1]) for v in views}
     caption = (
@@ -206,7 +184,7 @@ def _epsilon(run: RunData) -> Plot:
         f"Now {ends[views[0]]} of {run.target_epsilon:g} in the {views[0]} view, which the noise is sized for, and "
         f"{ends[views[1]]} in the {views[1]} view. A figure is a promise only where the claims table says so."
     )
-    return Plot("epsilon", title, caption, _svg("epsilon", title, caption, PANEL, draw))
+    return Plot("epsilon", title, caption, svg("epsilon", title, caption, PANEL, draw))
 
 
 def _participants(run: RunData) -> Plot:
@@ -248,15 +226,15 @@ def _participants(run: RunData) -> Plot:
         highest = max([r.roster for r in run.rounds] + [1])
         if need is not None:
             axes.axhline(need, color=RED, linewidth=1.6, linestyle=(0, (6, 2)), zorder=3)
-            lines.append(_Line(need, f"needed {need}", RED))
+            lines.append(Line(need, f"needed {need}", RED))
             highest = max(highest, need)
         if len({r.roster for r in run.rounds}) == 1 and run.rounds[0].roster != need:
-            lines.append(_Line(run.rounds[0].roster, f"roster {run.rounds[0].roster}", FAINT))
+            lines.append(Line(run.rounds[0].roster, f"roster {run.rounds[0].roster}", FAINT))
         axes.set_ylim(0, highest * 1.12)
-        _whole_ticks(axes)
+        whole_ticks(axes)
         _rounds_axis(axes, run, start=False)
         axes.set_ylabel("Participants")
-        _name_lines(axes, lines)
+        name_lines(axes, lines)
 
     sums = [r.participants for r in run.rounds if r.committed]
     if sums:
@@ -265,7 +243,7 @@ def _participants(run: RunData) -> Plot:
         caption = "No round was summed."
     if run.burnt:
         caption += " Hatched: burnt, nobody's update was used and its budget stays spent."
-    return Plot("participants", title, caption, _svg("participants", title, caption, PANEL, draw))
+    return Plot("participants", title, caption, svg("participants", title, caption, PANEL, draw))
 
 
 def _latent(run: RunData) -> list[Plot]:
@@ -294,26 +272,26 @@ def _latent(run: RunData) -> list[Plot]:
                     finite = [v for v in y if math.isfinite(v)]
                     if finite:
                         word = metric.short.removesuffix(" std") if group is spreads else "rank"
-                        named.append(_Line(finite[-1], f"{word} {figure(finite[-1])}", colour, True))
+                        named.append(Line(finite[-1], f"{word} {figure(finite[-1])}", colour, True))
                         heights += finite
                 if group is ranks and size is not None:
                     axes.axhline(size, color=FAINT, linewidth=1.4, linestyle=_BASELINE_DASHES["start"], zorder=2)
-                    named.append(_Line(size, f"largest {size}", FAINT))
+                    named.append(Line(size, f"largest {size}", FAINT))
                     heights.append(size)
                 axes.set_ylim(0, max(heights) * 1.16 or 1.0)
-                _few_ticks(axes, 3)
+                few_ticks(axes, 3)
                 _rounds_axis(axes, run, label=axes is grid[-1, 0])
                 axes.set_ylabel("Dimensions" if group is ranks else "Latent units")
                 heading = "Effective rank" if group is ranks else "Standard deviation of a latent coordinate"
                 axes.set_title(heading, loc="left", fontsize=11.5, color=INK)
-                _name_lines(axes, named)
+                name_lines(axes, named)
 
         caption = (
             "A collapsed encoder shows a rank near 1 or a standard deviation near 0. "
             + ("The encoder is frozen here, so both should stay flat. " if run.surface != "full" else "")
             + "Public held-out data."
         )
-        plots.append(Plot("latent", title, caption, _svg("latent", title, caption, PANEL, draw)))
+        plots.append(Plot("latent", title, caption, svg("latent", title, caption, PANEL, draw)))
     rest = [m for m in health if m not in ranks and m not in spreads]
     return plots + [_evaluation(run, m) for m in rest]
 
@@ -331,7 +309,7 @@ def _traffic(run: RunData) -> Plot:
         _bars(axes, down, shift=-0.2, width=0.38, color=BLUE, edgecolor=BLUE, label="down, to participants")
         _bars(axes, up, shift=0.2, width=0.38, color="white", edgecolor=BLUE, label="up, to coordinator")
         axes.set_ylim(0, largest / divisor * 1.08)
-        _few_ticks(axes, 5)
+        few_ticks(axes, 5)
         _rounds_axis(axes, run, start=False)
         axes.set_ylabel(f"Payload ({unit})")
         place = (-0.02, 0.98)  # above the axes, where no bar can be
@@ -349,7 +327,7 @@ def _traffic(run: RunData) -> Plot:
         )
     else:
         caption = "Not measured: every round was replayed from a stored sum."
-    return Plot("bytes", title, caption, _svg("bytes", title, caption, PANEL, draw, names=12))
+    return Plot("bytes", title, caption, svg("bytes", title, caption, PANEL, draw, names=12))
 
 
 def _seconds(run: RunData) -> Plot:
@@ -360,14 +338,14 @@ def _seconds(run: RunData) -> Plot:
         axes = fig.subplots()
         _bars(axes, dict(timed), color=BLUE)
         axes.set_ylim(0, max([s for _, s in timed] + [1e-3]) * 1.12)
-        _few_ticks(axes, 5)
+        few_ticks(axes, 5)
         _rounds_axis(axes, run, start=False)
         axes.set_ylabel("Wall time (s)")
 
     total = sum(s for _, s in timed)
     caption = f"{duration(total)} for {len(timed)} timed rounds, from RoundOpen to the stored sum"
     caption += ", all participants on one machine." if run.manifest.runtime.startswith("simulation") else "."
-    return Plot("seconds", title, caption, _svg("seconds", title, caption, PANEL, draw, names=12))
+    return Plot("seconds", title, caption, svg("seconds", title, caption, PANEL, draw, names=12))
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -438,220 +416,11 @@ def _rounds_axis(axes: Axes, run: RunData, start: bool = True, label: bool = Tru
             )
 
 
-def _value_limits(axes: Axes, values: Sequence[float]) -> None:
-    """From zero where zero is near anyway, so that a small change does not look like a large one."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        axes.set_ylim(0, 1)
-        return
-    low, high = min(finite), max(finite)
-    if 0 <= low < 0.6 * high:
-        axes.set_ylim(0, high * 1.1)
-    else:
-        margin = 0.12 * (high - low) or max(abs(high) * 0.1, 1e-6)
-        axes.set_ylim(low - margin, high + margin)
-    _few_ticks(axes, 6)
-
-
-def _few_ticks(axes: Axes, count: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.yaxis.set_major_locator(MaxNLocator(count))
-
-
-def _whole_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-
-
-def _name_lines(axes: Axes, lines: Sequence[_Line]) -> None:
-    """Write each line's name beside its end, moved apart where they would overlap."""
-    if not lines:
-        return
-    low, high = axes.get_ylim()
-    gap = 14.5 / axes.bbox.height  # the canvas of an SVG has 72 dots an inch, so a dot is a CSS pixel here
-    order = sorted(lines, key=lambda line: line.y)
-    wanted = [(line.y - low) / (high - low) for line in order]
-    for line, place, at in zip(order, _spread(wanted, gap), wanted, strict=True):
-        axes.annotate(
-            line.text,
-            xy=(1, at),
-            xytext=(1.03, place),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            ha="left",
-            fontsize=11.5,
-            color=line.colour,
-            fontweight="bold" if line.bold else "normal",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0},
-        )
-
-
-def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Positions in [0, 1], in the given ascending order and at least ``gap`` apart, near the wanted ones."""
-
-    def settled(mean: float, count: float) -> float:
-        """Centre of a group that is kept inside."""
-        half = gap * (count - 1) / 2
-        return min(max(mean, half), max(1 - half, half))
-
-    groups: list[tuple[float, int]] = []  # mean of the wanted positions, number of labels
-    for place in wanted:
-        groups.append((place, 1))
-        while len(groups) > 1:
-            (below, m), (above, n) = groups[-2:]
-            if settled(above, n) - settled(below, m) >= gap * (m + n) / 2:
-                break
-            groups[-2:] = [((below * m + above * n) / (m + n), m + n)]
-    placed = []
-    for mean, count in groups:
-        lowest = settled(mean, count) - gap * (count - 1) / 2
-        placed += [lowest + gap * i for i in range(count)]
-    return placed
-
-
 def _span(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return f"{low} in every round" if low == high else f"{low} to {high}"
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _shortened(name: str, most: int = 16) -> str:
     shown = clean(name)
     return shown if len(shown) <= most else shown[: most - 1] + "\u2026"
-
-
-def _slug(name: str) -> str:
-    """A part of an id: letters and digits, different for different names."""
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
-    return plain if plain == name.lower() else f"{plain}-{sum((i + 1) * ord(c) for i, c in enumerate(name)):x}"
-
-
-# ------------------------------------------------------------------------------------------------ SVG
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "lensemble",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],
-        "font.size": 12,
-        # A name with a dollar sign is a name.
-        "text.parse_math": False,
-        "axes.edgecolor": "#9aa3ae",
-        "axes.labelcolor": INK,
-        "axes.labelsize": 12,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "axes.formatter.useoffset": False,
-        "grid.color": GRID,
-        "grid.linewidth": 0.9,
-        "hatch.color": "#cfd5dc",
-        "hatch.linewidth": 0.8,
-        "xtick.color": "#9aa3ae",
-        "ytick.color": "#9aa3ae",
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "xtick.labelsize": 11.5,
-        "ytick.labelsize": 11.5,
-        "text.color": INK,
-    }
-    fonts = logging.getLogger("matplotlib.font_manager")
-    before = fonts.level
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name in a script that the measuring font lacks
-        fonts.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            fonts.setLevel(before)
-
-
-def _svg(
-    name: str,
-    title: str,
-    caption: str,
-    size: tuple[float, float],
-    draw: Callable[[Figure], None],
-    names: float = 118,
-) -> str:
-    """Draw into a fresh figure of ``size`` and return markup; ``names``: room at the right for names (CSS pixels)."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    width, height = size
-    with _style():
-        fig = Figure(figsize=(width / 72, height / 72), dpi=72)
-        FigureCanvasSVG(fig)
-        right = names + (24 if width > PANEL[0] else 0)
-        edges = {"left": 58 / width, "right": 1 - right / width, "top": 1 - 22 / height, "bottom": 44 / height}
-        fig.subplots_adjust(**edges, hspace=0.36)
-        draw(fig)
-        buffer = io.StringIO()
-        fig.savefig(buffer, format="svg", metadata={"Date": None})
-    return _embeddable(buffer.getvalue(), name, title, caption)
-
-
-_XLINK = "{http://www.w3.org/1999/xlink}href"
-
-
-def _embeddable(document: str, name: str, title: str, caption: str) -> str:
-    """An SVG document as markup inside HTML: no prolog, metadata, name spaces, sizes or style sheet; ids prefixed."""
-    root = ElementTree.fromstring(document)  # noqa: S314 - made by matplotlib a moment ago
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if _local(child.tag) in ("metadata", "style", "title"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        if _XLINK in element.attrib:
-            element.set("href", element.attrib.pop(_XLINK))
-        for key, value in list(element.attrib.items()):
-            if key == "id":
-                value = f"{name}-{value}"
-            elif key == "href":
-                value = f"#{name}-{value[1:]}"
-            elif key == "style" and element.tag == "text":
-                value = _inherit_font(value)
-            element.set(key, re.sub(r"url\(#", f"url(#{name}-", value))
-    for key in ("width", "height", "version"):
-        root.attrib.pop(key, None)
-    root.set("role", "img")
-    root.set("aria-labelledby", f"{name}-title {name}-desc")
-    for position, (tag, text) in enumerate((("title", title), ("desc", caption))):
-        element = ElementTree.Element(tag, {"id": f"{name}-{tag}"})
-        element.text = text
-        root.insert(position, element)
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _inherit_font(style: str) -> str:
-    """The style of a text without its font family, which is the page's; matplotlib writes one of two forms."""
-    kept = []
-    for part in style.split(";"):
-        key, _, value = (piece.strip() for piece in part.partition(":"))
-        if key == "font":  # shorthand: [weight] size family
-            match = re.match(r"(?:(bold|\d00) )?([\d.]+px)", value)
-            if match is not None:
-                kept += [f"font-weight: {match[1]}"] if match[1] else []
-                kept.append(f"font-size: {match[2]}")
-        elif key and key != "font-family":
-            kept.append(f"{key}: {value}")
-    return "; ".join(kept)
-
-
-def _local(tag: Any) -> str:
-    return str(tag).rpartition("}")[2]

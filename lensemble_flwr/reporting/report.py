@@ -6,14 +6,14 @@ The page is complete in itself (no scripts, no other files), so it can be mailed
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 from lensemble_flwr.durable import atomic_write
+from lensemble_flwr.reporting.drawing import Plot
 from lensemble_flwr.reporting.metrics import primary
-from lensemble_flwr.reporting.page import Child, Markup, document, el
-from lensemble_flwr.reporting.plots import Plot, all_plots
+from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, scrollable, unbroken
+from lensemble_flwr.reporting.plots import all_plots
 from lensemble_flwr.reporting.run_data import Claim, RunData, load_run
 from lensemble_flwr.reporting.summary import closing_sentence, comparison, rounds_rows
 from lensemble_flwr.reporting.wording import delta, epsilon, figure, listed, observer
@@ -48,7 +48,7 @@ def render(run: RunData) -> str:
         f"{run.experiment}: run report",
         _header(run),
         _banner(run),
-        el("p", _unbroken(closing_sentence(run)), class_="lede"),
+        el("p", unbroken(closing_sentence(run)), class_="lede"),
         _notice(run),
         _tiles(run),
         _results(run, plots),
@@ -119,7 +119,7 @@ def _notice(run: RunData) -> Markup | None:
             " and this folder.",
             class_="notice calm",
         )
-    return el("p", _unbroken(manifest.detail), class_="notice")
+    return el("p", unbroken(manifest.detail), class_="notice")
 
 
 def _tiles(run: RunData) -> Markup:
@@ -248,24 +248,13 @@ def _terms(claim: Claim) -> str:
 def _results(run: RunData, plots: list[Plot]) -> Markup:
     if not plots:
         return el("section", el("h2", "Result"), el("p", "No round is finished, so there is nothing to plot yet."))
-    first = [_figure(p) for p in plots if p.wide]
+    first = [figure_of(p) for p in plots if p.wide]
     return el("section", el("h2", "Result"), first, _comparison(run))
 
 
 def _course(plots: list[Plot]) -> Markup | None:
-    rest = [_figure(p) for p in plots if not p.wide]
+    rest = [figure_of(p) for p in plots if not p.wide]
     return el("section", el("h2", "Course of the run"), el("div", rest, class_="grid")) if rest else None
-
-
-def _figure(plot: Plot) -> Markup:
-    if plot.wide:
-        drawing: Child = [
-            el("div", Markup(plot.wide), class_="broad"),
-            el("div", Markup(plot.svg), class_="narrow"),
-        ]
-    else:
-        drawing = Markup(plot.svg)
-    return el("figure", el("h3", plot.title), drawing, el("figcaption", _unbroken(plot.caption)))
 
 
 def _comparison(run: RunData) -> Markup | None:
@@ -294,7 +283,7 @@ def _comparison(run: RunData) -> Markup | None:
     about = [f"{'. '.join(says)}." if says else "", _baseline_note(run)]
     return el(
         "div",
-        _scrollable(el("table", el("thead", el("tr", head)), el("tbody", body)), "Comparison with other models"),
+        scrollable(el("table", el("thead", el("tr", head)), el("tbody", body)), "Comparison with other models"),
         el("p", " ".join(a for a in about if a), class_="under-table"),
         class_="compare",
     )
@@ -336,17 +325,7 @@ def _rounds(run: RunData) -> Markup:
         + (" (infinite: no guarantee)" if not all(r.epsilon_central < math.inf for r in run.rounds) else "")
         + ". Metrics are those of the model after the round. Bytes are payload to and from all participants."
     )
-    return el("section", el("h2", "Rounds"), _scrollable(table, "Rounds"), el("p", note, class_="under-table"))
-
-
-def _scrollable(table: Markup, label: str) -> Markup:
-    return el("div", table, class_="scroll", role="region", aria_label=label, tabindex="0")
-
-
-def _unbroken(words: str) -> list[Child]:
-    """Keep 1e-5, 53 % and NON-PRIVATE on one line."""
-    pieces = re.split(r"(\d[\d.]*(?:e-\d+| %)|NON-PRIVATE)", words)
-    return [el("span", piece, class_="nb") if i % 2 else piece for i, piece in enumerate(pieces)]
+    return el("section", el("h2", "Rounds"), scrollable(table, "Rounds"), el("p", note, class_="under-table"))
 
 
 def _sentence_case(words: str) -> str:

@@ -21,6 +21,7 @@ h2 { font-size: 1.4rem; font-weight: 700; letter-spacing: -0.008em; margin: 3.25
 h3 { font-size: 1rem; font-weight: 650; }
 p { margin: 0 0 0.9rem; max-width: 46rem; text-wrap: pretty; }
 code { font-family: var(--mono); font-size: 0.875em; overflow-wrap: anywhere; }
+a { color: var(--blue); }
 .soft { color: var(--soft); }
 .nb { white-space: nowrap; }
 .under-table { color: var(--soft); font-size: 0.875rem; line-height: 1.45; margin-top: 0.7rem; }

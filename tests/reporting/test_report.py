@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ArtifactError
+from lensemble_flwr.reporting.drawing import embeddable, spread
 from lensemble_flwr.reporting.page import Markup, el
-from lensemble_flwr.reporting.plots import _embeddable, _spread, all_plots
+from lensemble_flwr.reporting.plots import all_plots
 from lensemble_flwr.reporting.report import write_report
 from lensemble_flwr.reporting.run_data import load_run
 from lensemble_flwr.reporting.summary import closing_sentence
@@ -243,13 +244,13 @@ def test_plotting_leaves_matplotlibs_settings_alone(made: dict[str, Path]) -> No
 @given(st.lists(st.floats(min_value=-0.2, max_value=1.2), min_size=1, max_size=6), st.floats(0.01, 0.15))
 def test_labels_never_overlap(wanted: list[float], gap: float) -> None:
     wanted.sort()
-    placed = _spread(wanted, gap)
+    placed = spread(wanted, gap)
     assert len(placed) == len(wanted)
     assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(placed))
 
 
 def test_labels_with_room_stay_where_they_belong() -> None:
-    assert _spread([0.1, 0.5, 0.9], 0.1) == [0.1, 0.5, 0.9]
+    assert spread([0.1, 0.5, 0.9], 0.1) == [0.1, 0.5, 0.9]
 
 
 def test_both_font_forms_of_matplotlib_inherit_the_pages_font() -> None:
@@ -258,7 +259,7 @@ def test_both_font_forms_of_matplotlib_inherit_the_pages_font() -> None:
         "font-size: 12px; font-family: 'DejaVu Sans'; font-weight: bold; text-anchor: middle",
     ):
         document = f'<svg xmlns="http://www.w3.org/2000/svg"><text style="{style}">a</text></svg>'
-        markup = _embeddable(document, "n", "t", "c")
+        markup = embeddable(document, "n", "t", "c")
         assert "DejaVu" not in markup
         for part in ("font-size: 12px", "font-weight: bold", "text-anchor: middle"):
             assert part in markup
