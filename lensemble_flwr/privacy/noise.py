@@ -29,7 +29,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -218,6 +218,12 @@ class _Table:
     margin: float
     half_inverse_square: float
 
+    @cached_property
+    def packed(self) -> _Words:
+        """[column] -> ``high`` and, in the low ``column_bits``, the other stratum: all that one look-up needs."""
+        others = self.starts[1::2] >> self.j
+        return self.high.view(np.uint64) << np.uint64(self.column_bits) | others.view(np.uint64)
+
 
 def _width_log2(std: float) -> int:
     return math.frexp(std)[1] - 6  # at least 1
@@ -297,6 +303,46 @@ def alias_table(weights: list[int], capacity: int) -> tuple[list[int], list[int]
     return left, aliases
 
 
+@dataclass(frozen=True)
+class Cells:
+    """floor(v / 2^shift + 1/2), clamped to +-most: noised integers in coarser steps. By default just v."""
+
+    shift: int = 0
+    most: int = 2**63 - 1
+
+    def __call__(self, v: _Ints) -> _Ints:
+        """int64, |v| < 2^62 unless shift is 0; ``v`` is left alone."""
+        if self.shift == 0:
+            return v
+        if self.shift > 62:
+            return np.zeros_like(v)
+        cells = v + self.half
+        np.right_shift(cells, self.shift, out=cells)
+        return np.clip(cells, -self.most, self.most, out=cells)
+
+    @property
+    def half(self) -> int:
+        """Half a step."""
+        return (1 << self.shift) >> 1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Coordinates that stand for the integers trunc(x * factor * inverse_step).
+
+    Args:
+        x: float32 or float64, shape (d,), contiguous.
+        factor: clips.
+        inverse_step: a power of two.
+        squares: gets the sum of squares of each block's integers.
+    """
+
+    x: NDArray[Any]
+    factor: float
+    inverse_step: float
+    squares: list[float]
+
+
 class RoundedGaussian:
     """Adds independent rint(S Z) to integers.
 
@@ -315,7 +361,7 @@ class RoundedGaussian:
         self._fraction_bits = 63 - table.column_bits
         self._v_shift = table.j
         self._v_unit = 2.0 ** (self._v_shift - 64)
-        self._scratch = np.empty((9, BLOCK), np.int64)
+        self._scratch = np.empty((10, BLOCK), np.int64)  # the last row holds a block of integers
 
     def add_to(self, values: _Ints, stream: Keystream) -> None:
         """values[i] += rint(S Z_i), in place, a block at a time.
@@ -323,112 +369,131 @@ class RoundedGaussian:
         Args:
             values: int64, shape (d,), contiguous.
         """
-
-        def put(index: _Ints, noised: _Ints) -> None:
-            values[index] = noised
-
-        self.stream_to(values.size, values.__getitem__, lambda block, noised: None, put, stream)
+        self.stream_to(_reading(values), Cells(), values, stream)
 
     def stream_to(
         self,
-        size: int,
-        load: Callable[[slice], _Ints],
-        store: Callable[[slice, _Ints], None],
-        put: Callable[[_Ints, _Ints], None],
+        load: Callable[[slice, _Ints], None],
+        cells: Cells,
+        out: NDArray[Any],
         stream: Keystream,
+        scaled: Scaled | None = None,
     ) -> None:
-        """The noise of ``size`` coordinates without a vector of that length in hand; the integers of :meth:`add_to`.
+        """out[i] = cells(integer + rint(S Z_i)), with neither the integers nor the noised ones ever in hand as a whole.
+
+        About 1 coordinate in 100 needs a second proposal. Until then it is 0 in ``out``: nothing goes there without noise.
 
         Args:
-            size: d.
-            load: gives a block of integers, int64, contiguous, to be altered in place.
-            store: takes the block, noised, but for about 1 in 100 coordinates, which are 0.
-            put: takes those: their indices and what they should be, int64 both.
+            load: writes a block of the integers, int64.
+            cells: what becomes of the noised integers.
+            out: int32 or int64, shape (d,), contiguous. May be where ``load`` reads.
             stream: read in the order of the blocks, then for the left coordinates in the order of their indices.
+            scaled: the same integers once more, for the compiled loops, which then do without ``load``.
         """
-        fast = use(size, noise_loops.choose, noise_loops.propose, noise_loops.decide)
-        add = self._add_fast if fast else self._add
+        fast = cells.shift <= 62 and use(out.size, noise_loops.draw, noise_loops.decide)
+        draw = self._draw_fast if fast else self._draw
         left, kept = [], []
         try:
-            for block in blocks(size):
-                part = load(block)
-                rejected = add(part, stream)
-                kept.append(part[rejected])
+            for block in blocks(out.size):
+                words = stream.words(2 * (block.stop - block.start))
+                rejected, integers = draw(words, block, load, cells, out[block], stream, scaled)
                 left.append(rejected + block.start)
-                part[rejected] = 0  # what has no noise yet is handed to nobody
-                store(block, part)
+                kept.append(integers)
             index, values = _joined(left), _joined(kept)
             while index.size:  # redone together, which is cheaper than block by block
+                again = _reading(values)
                 for block in blocks(index.size):
-                    part = values[block]
-                    rejected = add(part, stream)
-                    done = np.ones(part.size, np.bool_)
-                    done[rejected] = False
-                    put(index[block][done], part[done])
+                    words = stream.words(2 * (block.stop - block.start))
+                    redone = np.zeros(block.stop - block.start, out.dtype)
+                    rejected, integers = draw(words, block, again, cells, redone, stream, None)
+                    values[block] = 0
+                    where = np.ones(redone.size, np.bool_)
+                    where[rejected] = False
+                    out[index[block][where]] = redone[where]
                     left.append(index[block][rejected])
-                    kept.append(part[rejected])
-                    part[:] = 0
+                    kept.append(integers)
                 index, values = _joined(left), _joined(kept)
         finally:
             for part in kept:
                 part[:] = 0
             self._scratch[:] = 0
 
-    def _add(self, part: _Ints, stream: Keystream) -> _Ints:
-        """Add a proposal where it is accepted; the positions where it was rejected."""
-        proposal, accepted = self._propose(part.size, stream)
+    def _draw(
+        self,
+        words: _Words,
+        block: slice,
+        load: Callable[[slice, _Ints], None],
+        cells: Cells,
+        out: NDArray[Any],
+        stream: Keystream,
+        scaled: Scaled | None,
+    ) -> tuple[_Ints, _Ints]:
+        """One block of :meth:`stream_to`: the positions where the proposal was rejected, and the integers there."""
+        integers = self._scratch[-1, : out.size]
+        load(block, integers)
+        proposal, accepted = self._weigh(words, stream)
         rejected = np.flatnonzero(~accepted)
-        proposal[rejected] = 0
-        part += proposal
-        return rejected
+        kept = integers[rejected]
+        integers += proposal
+        integers = cells(integers)
+        integers[rejected] = 0  # before it is written: what has no noise yet is handed to nobody
+        out[:] = integers
+        return rejected, kept
 
-    def _add_fast(self, part: _Ints, stream: Keystream) -> _Ints:
+    def _draw_fast(
+        self,
+        words: _Words,
+        block: slice,
+        load: Callable[[slice, _Ints], None],
+        cells: Cells,
+        out: NDArray[Any],
+        stream: Keystream,
+        scaled: Scaled | None,
+    ) -> tuple[_Ints, _Ints]:
         """The same by compiled loops."""
-        table, count = self._table, part.size
-        begin, proposals, at, proposal, v, size = self._scratch[:6]
-        sums, t = self._scratch[7:].view(np.float64)
-        words = stream.words(2 * count)
-        first, second = words[:count], words[count:]
-        if noise_loops.choose.compiled()(first, table.high, table.starts, self._fraction_bits, begin):
-            proposed, accepted = self._weigh(words, stream)  # once in 2^35 blocks
-            rejected = np.flatnonzero(~accepted)
-            proposed[rejected] = 0
-            part += proposed
-            return rejected
-        found = noise_loops.propose.compiled()(
-            part,
-            first,
-            second,
-            begin,
-            self._fraction_bits,
+        table, scratch = self._table, self._scratch
+        given, factor, inverse_step = scratch[-1, : out.size], None, None
+        if scaled is None:
+            load(block, given)
+        else:
+            given, factor, inverse_step = scaled.x[block], scaled.factor, scaled.inverse_step
+        floats, rounding = scratch.view(np.float64), (cells.half, cells.shift, cells.most)
+        found, squares = noise_loops.draw.compiled()(
+            given,
+            factor,
+            inverse_step,
+            words,
+            table.packed,
+            table.column_bits,
             table.j,
             table.half_inverse_square,
             self._v_unit,
             1.0 - table.margin - self._v_unit,
-            proposals,
-            sums,
-            at,
-            proposal,
-            t,
-            v,
-            size,
+            *rounding,
+            scratch,
+            floats,
+            out,
         )
+        if found < 0:  # once in 2^35 blocks
+            return self._draw(words, block, load, cells, out, stream, None)
+        if scaled is not None:
+            scaled.squares.append(squares)
         if not found:
-            return np.empty(0, np.int64)
-        at, proposal, t, v, size = at[:found], proposal[:found], t[:found], v[:found], size[:found]
-        more, verdicts = stream.words(found), np.empty(found, np.int8)
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        t, more, verdicts = floats[6, :found], stream.words(found), np.empty(found, np.int8)
         open_cases = noise_loops.decide.compiled()(
-            part, at, proposal, t, v, more, _TAYLOR_ARRAY, _terms(t), self._v_unit, table.margin, verdicts
+            scratch, t, more, _TAYLOR_ARRAY, _terms(t), self._v_unit, table.margin, *rounding, out, verdicts
         )
         if open_cases:
             more = more.copy()
             for i in np.flatnonzero(verdicts == 2):
-                start = int(begin[at[i]])
-                bits = int(v[i]) << 64 | int(more[i])
-                verdicts[i] = self._decide_exactly(bits, 128 - self._v_shift, start, int(size[i]), stream)
+                at, integer, proposal, v, start, size = scratch[:6, i].tolist()
+                bits = v << 64 | int(more[i])
+                verdicts[i] = self._decide_exactly(bits, 128 - self._v_shift, start, size, stream)
                 if verdicts[i]:
-                    part[at[i]] += proposal[i]
-        return at[verdicts == 0]
+                    out[at] = cells(np.array([integer + proposal]))[0]
+        rejected, kept = scratch[:2, :found][:, verdicts == 0]
+        return rejected, kept
 
     def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
         """One proposal each, and whether it is accepted."""
@@ -438,7 +503,7 @@ class RoundedGaussian:
         """The proposals that these words make."""
         table, count = self._table, words.size // 2
         column, fraction, high, sign, offset, v, start = self._scratch[:7, :count]
-        t, uniform = self._scratch[7:, :count].view(np.float64)
+        t, uniform = self._scratch[7:9, :count].view(np.float64)
 
         # A column and a fraction within it; a sign; a place in the stratum; a uniform to accept with.
         first, second = words[:count], words[count:]
@@ -510,6 +575,10 @@ def _terms(t: NDArray[np.float64]) -> int:
     while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:
         terms += 1
     return terms
+
+
+def _reading(values: _Ints) -> Callable[[slice, _Ints], None]:
+    return lambda block, part: np.copyto(part, values[block])
 
 
 def _joined(parts: list[_Ints]) -> _Ints:

@@ -14,10 +14,10 @@ import numpy as np
 
 from lensemble_flwr.compiled import loop
 
-CHUNK = 1 << 12
+CHUNK = 1 << 10
 """Coordinates of a chunk: its scratch stays in the first-level cache."""
 
-_ONE, _TWO = np.uint64(1), np.uint64(2)
+_ONE = np.uint64(1)
 _LOW_BITS = np.uint64(11)  # a double takes the upper 53 bits of a word
 
 
@@ -65,86 +65,129 @@ def truncate(x, factor, inverse_step, scratch, k):
     return total
 
 
-@loop("int64(uint64[::1], int64[::1], int64[::1], int64, int64[::1])")
-def choose(first, high, starts, fraction_bits, begin):
-    """The stratum of each first word. Returns how many fractions tie with their threshold, which decides nothing."""
-    column_shift, fraction_mask = np.uint64(fraction_bits + 1), (_ONE << np.uint64(fraction_bits)) - _ONE
-    ties = 0
-    for i in range(first.size):
-        column = first[i] >> column_shift
-        fraction = np.int64(first[i] & fraction_mask)
-        threshold = high[column]
-        ties += fraction == threshold
-        begin[i] = starts[_TWO * column + np.uint64(fraction >= threshold)]
-    return np.int64(ties)
+DOUBT = 7
+"""Rows of the table of doubtful proposals that :func:`draw` writes: position, integer to be noised, proposal, upper bits
+of the uniform, first |k| of the stratum, steps from it; and as float64 the exponent t."""
+
+_DRAW = (
+    "Tuple((int64, float64))({}, {scale}, {scale}, uint64[::1], uint64[::1], int64, int64, float64, float64, float64,"
+    " int64, int64, int64, int64[:, ::1], float64[:, ::1], {}[::1])"
+)
 
 
 @loop(
-    "int64(int64[::1], uint64[::1], uint64[::1], int64[::1], int64, int64, float64, float64, float64,"
-    " int64[::1], float64[::1], int64[::1], int64[::1], float64[::1], int64[::1], int64[::1])"
+    _DRAW.format("Array(float32, 1, 'C', readonly=True)", "int32", scale="float64"),
+    _DRAW.format("Array(float64, 1, 'C', readonly=True)", "int32", scale="float64"),
+    _DRAW.format("int64[::1]", "int32", scale="none"),
+    _DRAW.format("int64[::1]", "int64", scale="none"),
 )
-def propose(
-    values,
-    first,
-    second,
-    begin,
-    sign_bit,
+def draw(
+    given,
+    factor,
+    inverse_step,
+    words,
+    table,
+    column_bits,
     width_bits,
     half_inverse_square,
     unit,
     limit,
-    proposals,
-    sums,
-    at,
-    proposal,
-    t,
-    v,
-    size,
+    half,
+    shift,
+    most,
+    scratch,
+    float_scratch,
+    out,
 ):
-    """Add to ``values`` the proposals that a first look accepts. Returns how many are in doubt, listed in the last five
-    arrays."""
-    sign_shift, width_shift = np.uint64(sign_bit), np.uint64(width_bits)
-    offset_mask = (_ONE << width_shift) - _ONE
-    found = np.uint64(0)
-    for low in range(0, values.size, CHUNK):
-        one, two = first[low : low + CHUNK], second[low : low + CHUNK]
-        origin, target = begin[low : low + CHUNK], values[low : low + CHUNK]
-        for i in range(one.size):
-            sign = np.int64((one[i] >> sign_shift) & _ONE)
-            offset = np.int64(two[i] & offset_mask)
+    """From a block of the update and its keystream to cells of the ring, in one pass.
+
+    The integers are ``given``, or trunc(given * factor * inverse_step). Where a first look accepts the proposal, ``out``
+    gets floor((integer + proposal) / 2^shift + 1/2), clamped to +-most; elsewhere it is 0 and the first rows of scratch
+    list what is to be decided. Returns how many those are, and the sum of the squares of truncated integers. The number
+    is -1 if a fraction ties with its threshold, which decides nothing: ``out`` then means nothing.
+    """
+    fraction_bits = 63 - column_bits
+    column_shift, sign_shift, width_shift = np.uint64(fraction_bits + 1), np.uint64(fraction_bits), np.uint64(width_bits)
+    fraction_mask, offset_mask = (_ONE << sign_shift) - _ONE, (_ONE << width_shift) - _ONE
+    threshold_shift = np.uint64(column_bits)
+    column_mask = (_ONE << threshold_shift) - _ONE
+    size = given.size
+    integers, entries, squares = scratch[7, :CHUNK], scratch[7, CHUNK : 2 * CHUNK], float_scratch[8, :CHUNK]
+    for i in range(CHUNK):
+        squares[i] = 0.0
+    ties, found = 0, np.uint64(0)
+    for low in range(0, size, CHUNK):
+        x, target = given[low : low + CHUNK], out[low : low + CHUNK]
+        one, two = words[low : min(low + CHUNK, size)], words[size + low : size + low + x.size]
+        if factor is None:
+            for i in range(x.size):
+                integers[i] = x[i]
+        else:
+            for i in range(x.size):
+                y = np.trunc(np.float64(x[i]) * factor * inverse_step)
+                integers[i] = np.int64(y)
+                squares[i] += y * y
+        for i in range(x.size):
+            entries[i] = np.int64(table[one[i] >> column_shift])
+        for i in range(x.size):
+            entry, column = np.uint64(entries[i]), one[i] >> column_shift
+            fraction, threshold = one[i] & fraction_mask, entry >> threshold_shift
+            ties += np.int64(fraction == threshold)
+            start = np.int64((entry & column_mask if fraction >= threshold else column) << width_shift)
+            sign, offset = np.int64((one[i] >> sign_shift) & _ONE), np.int64(two[i] & offset_mask)
             length = offset + sign
-            ratio = np.float64(length) * np.float64(2 * origin[i] + length) * half_inverse_square
-            sums[i] = ratio + np.float64(np.int64(two[i] >> width_shift)) * unit
-            proposals[i] = (origin[i] + offset) ^ -sign
-        for i in range(one.size):
-            if sums[i] < limit:
-                target[i] += proposals[i]
-            else:
-                length = np.int64(two[i] & offset_mask) + np.int64((one[i] >> sign_shift) & _ONE)
-                at[found] = low + i
-                proposal[found] = proposals[i]
-                t[found] = np.float64(length) * np.float64(2 * origin[i] + length) * half_inverse_square
-                v[found] = np.int64(two[i] >> width_shift)
-                size[found] = length
-                found += _ONE
-    return np.int64(found)
+            t = np.float64(length) * np.float64(2 * start + length) * half_inverse_square
+            accepted = t + np.float64(np.int64(two[i] >> width_shift)) * unit < limit
+            noised = integers[i] + ((start + offset) ^ -sign)
+            cell = min(max((noised + half) >> shift, -most), most)
+            target[i] = cell if accepted else 0
+            entries[i] = -1 if accepted else start
+        for first in range(0, x.size, 8):
+            all_accepted = entries[first]
+            for i in range(first + 1, first + 8):
+                all_accepted &= entries[i]
+            if all_accepted < 0:
+                continue
+            for i in range(first, min(first + 8, x.size)):
+                if entries[i] >= 0:
+                    start = entries[i]
+                    sign, offset = np.int64((one[i] >> sign_shift) & _ONE), np.int64(two[i] & offset_mask)
+                    length = offset + sign
+                    scratch[0, found] = low + i
+                    scratch[1, found] = integers[i]
+                    scratch[2, found] = (start + offset) ^ -sign
+                    scratch[3, found] = np.int64(two[i] >> width_shift)
+                    scratch[4, found] = start
+                    scratch[5, found] = length
+                    float_scratch[6, found] = np.float64(length) * np.float64(2 * start + length) * half_inverse_square
+                    found += _ONE
+    left = CHUNK
+    while left > 1:
+        left //= 2
+        for i in range(left):
+            squares[i] += squares[left + i]
+    return np.int64(found) if ties == 0 else np.int64(-1), squares[0]
 
 
-@loop(
-    "int64(int64[::1], int64[::1], int64[::1], float64[::1], int64[::1], uint64[::1], float64[::1],"
-    " int64, float64, float64, int8[::1])"
+_DECIDE = (
+    "int64(int64[:, ::1], float64[::1], uint64[::1], float64[::1], int64, float64, float64,"
+    " int64, int64, int64, {}[::1], int8[::1])"
 )
-def decide(values, at, proposal, t, v, more, taylor, terms, unit, margin, verdicts):
-    """Add to ``values`` the doubtful proposals that the polynomial accepts; verdicts are 1 (accepted), 0 (rejected) and
-    2 (still in doubt). Returns how many are still in doubt."""
+
+
+@loop(_DECIDE.format("int32"), _DECIDE.format("int64"))
+def decide(doubtful, t, more, taylor, terms, unit, margin, half, shift, most, out, verdicts):
+    """Decide the listed proposals by the polynomial; ``out`` gets the cells of those accepted. Verdicts are 1 (accepted),
+    0 (rejected) and 2 (still in doubt). Returns how many are still in doubt."""
     open_cases = 0
-    for i in range(at.size):
-        uniform = (np.float64(v[i]) + np.float64(np.int64(more[i] >> _LOW_BITS)) * 2.0**-53) * unit
+    for i in range(more.size):
+        uniform = (np.float64(doubtful[3, i]) + np.float64(np.int64(more[i] >> _LOW_BITS)) * 2.0**-53) * unit
         ratio = taylor[terms]
         for j in range(terms - 1, -1, -1):
             ratio = taylor[j] - ratio * t[i]
         if uniform < ratio - margin:
-            values[at[i]] += proposal[i]
+            noised = doubtful[1, i] + doubtful[2, i]
+            out[doubtful[0, i]] = min(max((noised + half) >> shift, -most), most)
             verdicts[i] = 1
         elif uniform <= ratio + margin:
             verdicts[i] = 2
@@ -152,13 +195,6 @@ def decide(values, at, proposal, t, v, more, taylor, terms, unit, margin, verdic
         else:
             verdicts[i] = 0
     return np.int64(open_cases)
-
-
-@loop("void(int64[::1], int64, int64, int64, int32[::1])")
-def to_ring(v, half, shift, qmax, q):
-    """q = floor(v / 2^shift + 1/2), clamped to +-qmax."""
-    for i in range(v.size):
-        q[i] = np.int32(min(max((v[i] + half) >> shift, -qmax), qmax))
 
 
 @loop(
