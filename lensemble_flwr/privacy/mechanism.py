@@ -217,7 +217,7 @@ def _sum_of_squares(x: NDArray[Any], exponent: int) -> float:
     A block is padded with zeros to a power of two and its upper half added to the lower until one number is left: an
     order that is the same on every machine.
     """
-    scratch = np.empty(1 << max(1, min(x.size, BLOCK) - 1).bit_length(), np.float64)
+    scratch = np.empty(1 << max(2, (min(x.size, BLOCK) - 1).bit_length()), np.float64)
     fast = not exponent and x.dtype != np.float16 and x.flags.c_contiguous and use(x.size, noise_loops.sum_of_squares)
     sums = []
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):

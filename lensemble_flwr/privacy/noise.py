@@ -22,6 +22,7 @@ Randomness is an AES-256 counter keystream under a fresh 256-bit key of the oper
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import hashlib
 import math
@@ -217,6 +218,7 @@ class _Table:
     starts: _Ints  # [2 * column + (1 if alias)] -> first |k| of the stratum
     margin: float
     half_inverse_square: float
+    terms: int  # of the polynomial, enough for every t
 
     @cached_property
     def packed(self) -> _Words:
@@ -266,6 +268,7 @@ def _table(std: float, column_bits: int) -> _Table:
         starts=starts,
         margin=MARGIN + (cut * cut / 8 + 1) / std**2,  # the second term bounds |log p(k)/p(cJ) + t|
         half_inverse_square=0.5 / std**2,
+        terms=_terms((2 * columns - 1) * 2.0 ** (2 * j) / (2 * std**2)),
     )
 
 
@@ -343,6 +346,16 @@ class Scaled:
     squares: list[float]
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What stays the same from block to block; see :meth:`RoundedGaussian.stream_to`."""
+
+    load: Callable[[slice, _Ints], None]
+    cells: Cells
+    stream: Keystream
+    scaled: Scaled | None = None
+
+
 class RoundedGaussian:
     """Adds independent rint(S Z) to integers.
 
@@ -381,7 +394,7 @@ class RoundedGaussian:
     ) -> None:
         """out[i] = cells(integer + rint(S Z_i)), with neither the integers nor the noised ones ever in hand as a whole.
 
-        About 1 coordinate in 100 needs a second proposal. Until then it is 0 in ``out``: nothing goes there without noise.
+        About 1 coordinate in 100 needs a second proposal and is 0 in ``out`` until then: nothing goes there un-noised.
 
         Args:
             load: writes a block of the integers, int64.
@@ -392,20 +405,21 @@ class RoundedGaussian:
         """
         fast = cells.shift <= 62 and use(out.size, noise_loops.draw, noise_loops.decide)
         draw = self._draw_fast if fast else self._draw
-        left, kept = [], []
+        job, left, kept = _Pass(load, cells, stream, scaled), [], []
+        values = np.empty(0, np.int64)
         try:
             for block in blocks(out.size):
                 words = stream.words(2 * (block.stop - block.start))
-                rejected, integers = draw(words, block, load, cells, out[block], stream, scaled)
+                rejected, integers = draw(job, block, words, out[block])
                 left.append(rejected + block.start)
                 kept.append(integers)
             index, values = _joined(left), _joined(kept)
             while index.size:  # redone together, which is cheaper than block by block
-                again = _reading(values)
+                job = _Pass(_reading(values), cells, stream)
                 for block in blocks(index.size):
                     words = stream.words(2 * (block.stop - block.start))
                     redone = np.zeros(block.stop - block.start, out.dtype)
-                    rejected, integers = draw(words, block, again, cells, redone, stream, None)
+                    rejected, integers = draw(job, block, words, redone)
                     values[block] = 0
                     where = np.ones(redone.size, np.bool_)
                     where[rejected] = False
@@ -414,47 +428,28 @@ class RoundedGaussian:
                     kept.append(integers)
                 index, values = _joined(left), _joined(kept)
         finally:
-            for part in kept:
+            for part in (*kept, values, self._scratch):
                 part[:] = 0
-            self._scratch[:] = 0
 
-    def _draw(
-        self,
-        words: _Words,
-        block: slice,
-        load: Callable[[slice, _Ints], None],
-        cells: Cells,
-        out: NDArray[Any],
-        stream: Keystream,
-        scaled: Scaled | None,
-    ) -> tuple[_Ints, _Ints]:
+    def _draw(self, job: _Pass, block: slice, words: _Words, out: NDArray[Any]) -> tuple[_Ints, _Ints]:
         """One block of :meth:`stream_to`: the positions where the proposal was rejected, and the integers there."""
         integers = self._scratch[-1, : out.size]
-        load(block, integers)
-        proposal, accepted = self._weigh(words, stream)
+        job.load(block, integers)
+        proposal, accepted = self._weigh(words, job.stream)
         rejected = np.flatnonzero(~accepted)
         kept = integers[rejected]
         integers += proposal
-        integers = cells(integers)
-        integers[rejected] = 0  # before it is written: what has no noise yet is handed to nobody
-        out[:] = integers
+        noised = job.cells(integers)
+        noised[rejected] = 0  # before it is written
+        out[:] = noised
         return rejected, kept
 
-    def _draw_fast(
-        self,
-        words: _Words,
-        block: slice,
-        load: Callable[[slice, _Ints], None],
-        cells: Cells,
-        out: NDArray[Any],
-        stream: Keystream,
-        scaled: Scaled | None,
-    ) -> tuple[_Ints, _Ints]:
+    def _draw_fast(self, job: _Pass, block: slice, words: _Words, out: NDArray[Any]) -> tuple[_Ints, _Ints]:
         """The same by compiled loops."""
-        table, scratch = self._table, self._scratch
-        given, factor, inverse_step = scratch[-1, : out.size], None, None
+        table, scratch, cells, scaled = self._table, self._scratch, job.cells, job.scaled
         if scaled is None:
-            load(block, given)
+            given, factor, inverse_step = scratch[-1, : out.size], None, None
+            job.load(block, given)
         else:
             given, factor, inverse_step = scaled.x[block], scaled.factor, scaled.inverse_step
         floats, rounding = scratch.view(np.float64), (cells.half, cells.shift, cells.most)
@@ -475,32 +470,32 @@ class RoundedGaussian:
             out,
         )
         if found < 0:  # once in 2^35 blocks
-            return self._draw(words, block, load, cells, out, stream, None)
+            if scaled is None:  # the integers are there already, and may be overwritten where they came from
+                job = dataclasses.replace(job, load=lambda block, part: None)
+            return self._draw(job, block, words, out)
         if scaled is not None:
             scaled.squares.append(squares)
         if not found:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        t, more, verdicts = floats[6, :found], stream.words(found), np.empty(found, np.int8)
-        open_cases = noise_loops.decide.compiled()(
-            scratch, t, more, _TAYLOR_ARRAY, _terms(t), self._v_unit, table.margin, *rounding, out, verdicts
+        more, still = job.stream.words(found), np.empty(found, np.bool_)
+        others, in_doubt = noise_loops.decide.compiled()(
+            scratch, floats, more, _TAYLOR_ARRAY, table.terms, self._v_unit, table.margin, *rounding, out, still
         )
-        if open_cases:
-            more = more.copy()
-            for i in np.flatnonzero(verdicts == 2):
-                at, integer, proposal, v, start, size = scratch[:6, i].tolist()
-                bits = v << 64 | int(more[i])
-                verdicts[i] = self._decide_exactly(bits, 128 - self._v_shift, start, size, stream)
-                if verdicts[i]:
-                    out[at] = cells(np.array([integer + proposal]))[0]
-        rejected, kept = scratch[:2, :found][:, verdicts == 0]
-        return rejected, kept
-
-    def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
-        """One proposal each, and whether it is accepted."""
-        return self._weigh(stream.words(2 * count), stream)
+        if not in_doubt:
+            rejected, integers = scratch[:2, :others].copy()
+            return rejected, integers
+        more, accepted = more.copy(), np.zeros(others, np.bool_)
+        for i in np.flatnonzero(still[:others]):
+            at, integer, proposal, v, start, size = scratch[:6, i].tolist()
+            bits = v << 64 | int(more[i])
+            accepted[i] = self._decide_exactly(bits, 128 - self._v_shift, start, size, job.stream)
+            if accepted[i]:
+                out[at] = cells(np.array([integer + proposal]))[0]
+        rejected, integers = scratch[:2, :others][:, ~accepted]
+        return rejected, integers
 
     def _weigh(self, words: _Words, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
-        """The proposals that these words make."""
+        """The proposals that these words make, one each, and whether they are accepted."""
         table, count = self._table, words.size // 2
         column, fraction, high, sign, offset, v, start = self._scratch[:7, :count]
         t, uniform = self._scratch[7:9, :count].view(np.float64)
@@ -547,7 +542,7 @@ class RoundedGaussian:
         margin = self._table.margin
         more = stream.words(t.size).copy()
         uniform = (v + (more >> np.uint64(11)).astype(np.float64) * 2.0**-53) * self._v_unit
-        terms = _terms(t)
+        terms = self._table.terms
         ratio = np.full_like(t, _TAYLOR[terms])
         for coefficient in reversed(_TAYLOR[:terms]):
             ratio *= t
@@ -569,9 +564,9 @@ class RoundedGaussian:
             return uniform < int(ratio * 2**bits)
 
 
-def _terms(t: NDArray[np.float64]) -> int:
-    """Degree at which the Taylor polynomial of exp(-t) is close enough for the largest t; t <= 2: 25 do."""
-    largest, terms = float(t.max()), 2
+def _terms(largest: float) -> int:
+    """Degree at which the Taylor polynomial of exp(-t) is close enough for t up to ``largest``; up to 2, 25 do."""
+    terms = 2
     while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:
         terms += 1
     return terms
