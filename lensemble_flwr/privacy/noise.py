@@ -392,7 +392,7 @@ class RoundedGaussian:
         stream: Keystream,
         scaled: Scaled | None = None,
     ) -> None:
-        """out[i] = cells(integer + rint(S Z_i)), with neither the integers nor the noised ones ever in hand as a whole.
+        """out[i] = cells(integer + rint(S Z_i)), with neither the integers nor the noised ones in hand as a whole.
 
         About 1 coordinate in 100 needs a second proposal and is 0 in ``out`` until then: nothing goes there un-noised.
 
@@ -482,8 +482,7 @@ class RoundedGaussian:
             scratch, floats, more, _TAYLOR_ARRAY, table.terms, self._v_unit, table.margin, *rounding, out, still
         )
         if not in_doubt:
-            rejected, integers = scratch[:2, :others].copy()
-            return rejected, integers
+            return scratch[0, :others].copy(), scratch[1, :others].copy()
         more, accepted = more.copy(), np.zeros(others, np.bool_)
         for i in np.flatnonzero(still[:others]):
             at, integer, proposal, v, start, size = scratch[:6, i].tolist()
@@ -491,8 +490,7 @@ class RoundedGaussian:
             accepted[i] = self._decide_exactly(bits, 128 - self._v_shift, start, size, job.stream)
             if accepted[i]:
                 out[at] = cells(np.array([integer + proposal]))[0]
-        rejected, integers = scratch[:2, :others][:, ~accepted]
-        return rejected, integers
+        return scratch[0, :others][~accepted], scratch[1, :others][~accepted]
 
     def _weigh(self, words: _Words, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
         """The proposals that these words make, one each, and whether they are accepted."""
