@@ -34,10 +34,12 @@ from lensemble_flwr.privacy import noise_loops
 from lensemble_flwr.privacy.discrete import DiscreteGaussian
 from lensemble_flwr.privacy.noise import (
     BLOCK,
+    Cells,
     Entropy,
     OsEntropy,
     ReplayEntropy,
     RoundedGaussian,
+    Scaled,
     blocks,
     entropy_kind,
 )
@@ -215,7 +217,7 @@ def _sum_of_squares(x: NDArray[Any], exponent: int) -> float:
     A block is padded with zeros to a power of two and its upper half added to the lower until one number is left: an
     order that is the same on every machine.
     """
-    scratch = np.empty(1 << max(1, min(x.size, BLOCK) - 1).bit_length(), np.float64)
+    scratch = np.empty(1 << max(2, (min(x.size, BLOCK) - 1).bit_length()), np.float64)
     fast = not exponent and x.dtype != np.float16 and x.flags.c_contiguous and use(x.size, noise_loops.sum_of_squares)
     sums = []
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -599,6 +601,7 @@ class _Truncation:
     def __init__(self, x: NDArray[Any], clip_norm: float, grid_log2: int) -> None:
         self._x, self._clip_norm, self._grid_log2 = x, clip_norm, grid_log2
         self._factor, self._exponent = _scaling(x, clip_norm) or (1.0, 0)
+        self._inverse_step = math.ldexp(1.0, -grid_log2)
         self._scratch = np.empty(BLOCK, np.float64)
         self._sums: list[float] = []
         self._fast = not self._exponent and x.flags.c_contiguous and use(x.size, noise_loops.truncate)
@@ -607,14 +610,19 @@ class _Truncation:
         """The integers of one block of at most BLOCK coordinates; each block once."""
         x = self._x[block]
         if self._fast:
-            inverse_step = math.ldexp(1.0, -self._grid_log2)
-            self._sums.append(noise_loops.truncate.compiled()(x, self._factor, inverse_step, self._scratch, out))
+            truncate = noise_loops.truncate.compiled()
+            self._sums.append(truncate(x, self._factor, self._inverse_step, self._scratch, out))
             return
         y = _scaled(x, (self._factor, self._exponent), self._scratch[: x.size])
         np.ldexp(y, -self._grid_log2, out=y)
         np.trunc(y, out=y)
         out[...] = y
         self._sums.append(float(np.dot(y, y)))
+
+    @property
+    def scaled(self) -> Scaled | None:
+        """The whole for the compiled loop that also draws, which then takes the place of :meth:`write`."""
+        return Scaled(self._x, self._factor, self._inverse_step, self._sums) if self._fast else None
 
     def check(self) -> None:
         """Raises ContractViolation if the blocks together are longer than C. Ends the use of this object."""
@@ -761,30 +769,21 @@ def to_release(update: NoisedUpdate, scale_log2: int, qmax: int) -> Release:
     if type(update) is not NoisedUpdate:
         raise ContractViolation(f"Only a NoisedUpdate becomes a release, not a {type(update).__name__}.")
     ring = _check_ring(scale_log2, qmax)
-    shift = _ring_shift(ring, update.clip_norm, update.noise_std, update.g0_log2)
+    cells = _ring_cells(ring, update.clip_norm, update.noise_std, update.g0_log2)
     q = np.empty(update.dimension, np.int32)
     for block in blocks(q.size):
-        q[block] = _to_cells(update.v[block], shift, qmax)
+        q[block] = cells(update.v[block])
     return _release(q, ring, update.entropy != "none", update.entropy)
 
 
-def _ring_shift(ring: RingGrid, clip_norm: float, noise_std: float, g0_log2: int) -> int:
-    """log2(g/g0), at least 9: g >= 2^-31 (C + 10 s), g0 <= 2^-40 (C + 10 s)."""
+def _ring_cells(ring: RingGrid, clip_norm: float, noise_std: float, g0_log2: int) -> Cells:
+    """g/g0 is at least 2^9: g >= 2^-31 (C + 10 s), g0 <= 2^-40 (C + 10 s)."""
     if math.ldexp(ring.qmax, -ring.scale_log2) < (clip_norm + TAIL * noise_std) * (1.0 - 2.0**-50):
         raise ConfigError(
             f"The ring's range qmax * 2^-{ring.scale_log2} does not hold C + {TAIL:g} s.",
             "Lower its scale or use more bits.",
         )
-    return -ring.scale_log2 - g0_log2
-
-
-def _to_cells(v: NDArray[np.int64], shift: int, qmax: int) -> NDArray[np.int64]:
-    """floor(v / 2^shift + 1/2), clamped to +-qmax; |v| < 2^62."""
-    if shift > 62:
-        return np.zeros_like(v)
-    cells = v + (1 << (shift - 1))
-    np.right_shift(cells, shift, out=cells)
-    return np.clip(cells, -qmax, qmax, out=cells)
+    return Cells(-ring.scale_log2 - g0_log2, ring.qmax)
 
 
 def private_release(
@@ -818,37 +817,19 @@ def private_release(
         raise ConfigError("noise_std=0 adds no noise and gives no guarantee.", "Use a positive value.")
     if type(dimension) is not int or dimension < 1:
         raise ContractViolation(f"An update has a positive number of coordinates, not {dimension!r}.")
-    shift = _ring_shift(ring, clip_norm, noise_std, grid_log2)
+    cells = _ring_cells(ring, clip_norm, noise_std, grid_log2)
     truncation = None
     if delta is not None:
         if _check_vector(delta).size != dimension:
             raise ContractViolation(f"The update has {delta.size} coordinates, not {dimension}.")
         truncation = _Truncation(delta, clip_norm, grid_log2)
-    fast = use(dimension, noise_loops.to_ring)
     q = np.empty(dimension, np.int32)
-    k = np.empty(min(dimension, BLOCK), np.int64)
-
-    def load(block: slice) -> NDArray[np.int64]:
-        part = k[: block.stop - block.start]
-        if truncation is None:
-            part[:] = 0
-        else:
-            truncation.write(block, part)
-        return part
-
-    def store(block: slice, noised: NDArray[np.int64]) -> None:
-        if fast and shift <= 62:
-            noise_loops.to_ring.compiled()(noised, 1 << (shift - 1), shift, qmax, q[block])
-        else:
-            q[block] = _to_cells(noised, shift, qmax)
-
-    def put(index: NDArray[np.int64], noised: NDArray[np.int64]) -> None:
-        q[index] = _to_cells(noised, shift, qmax)
-
     with entropy.open() as stream:
         sampler = RoundedGaussian(math.ldexp(noise_std, -grid_log2), clip_norm / noise_std)
-        sampler.stream_to(dimension, load, store, put, stream)
-    k[:] = 0
+        if truncation is None:
+            sampler.stream_to(lambda block, part: part.fill(0), cells, q, stream)
+        else:
+            sampler.stream_to(truncation.write, cells, q, stream, truncation.scaled)
     if truncation is not None:
         truncation.check()
     return _release(q, ring, True, kind)

@@ -22,6 +22,7 @@ Randomness is an AES-256 counter keystream under a fresh 256-bit key of the oper
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import hashlib
 import math
@@ -29,7 +30,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -217,6 +218,13 @@ class _Table:
     starts: _Ints  # [2 * column + (1 if alias)] -> first |k| of the stratum
     margin: float
     half_inverse_square: float
+    terms: int  # of the polynomial, enough for every t
+
+    @cached_property
+    def packed(self) -> _Words:
+        """[column] -> ``high`` and, in the low ``column_bits``, the other stratum: all that one look-up needs."""
+        others = self.starts[1::2] >> self.j
+        return self.high.view(np.uint64) << np.uint64(self.column_bits) | others.view(np.uint64)
 
 
 def _width_log2(std: float) -> int:
@@ -260,6 +268,7 @@ def _table(std: float, column_bits: int) -> _Table:
         starts=starts,
         margin=MARGIN + (cut * cut / 8 + 1) / std**2,  # the second term bounds |log p(k)/p(cJ) + t|
         half_inverse_square=0.5 / std**2,
+        terms=_terms((2 * columns - 1) * 2.0 ** (2 * j) / (2 * std**2)),
     )
 
 
@@ -297,6 +306,56 @@ def alias_table(weights: list[int], capacity: int) -> tuple[list[int], list[int]
     return left, aliases
 
 
+@dataclass(frozen=True)
+class Cells:
+    """floor(v / 2^shift + 1/2), clamped to +-most: noised integers in coarser steps. By default just v."""
+
+    shift: int = 0
+    most: int = 2**63 - 1
+
+    def __call__(self, v: _Ints) -> _Ints:
+        """int64, |v| < 2^62 unless shift is 0; ``v`` is left alone."""
+        if self.shift == 0:
+            return v
+        if self.shift > 62:
+            return np.zeros_like(v)
+        cells = v + self.half
+        np.right_shift(cells, self.shift, out=cells)
+        return np.clip(cells, -self.most, self.most, out=cells)
+
+    @property
+    def half(self) -> int:
+        """Half a step."""
+        return (1 << self.shift) >> 1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Coordinates that stand for the integers trunc(x * factor * inverse_step).
+
+    Args:
+        x: float32 or float64, shape (d,), contiguous.
+        factor: clips.
+        inverse_step: a power of two.
+        squares: gets the sum of squares of each block's integers.
+    """
+
+    x: NDArray[Any]
+    factor: float
+    inverse_step: float
+    squares: list[float]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What stays the same from block to block; see :meth:`RoundedGaussian.stream_to`."""
+
+    load: Callable[[slice, _Ints], None]
+    cells: Cells
+    stream: Keystream
+    scaled: Scaled | None = None
+
+
 class RoundedGaussian:
     """Adds independent rint(S Z) to integers.
 
@@ -315,7 +374,7 @@ class RoundedGaussian:
         self._fraction_bits = 63 - table.column_bits
         self._v_shift = table.j
         self._v_unit = 2.0 ** (self._v_shift - 64)
-        self._scratch = np.empty((9, BLOCK), np.int64)
+        self._scratch = np.empty((10, BLOCK), np.int64)  # the last row holds a block of integers
 
     def add_to(self, values: _Ints, stream: Keystream) -> None:
         """values[i] += rint(S Z_i), in place, a block at a time.
@@ -323,122 +382,121 @@ class RoundedGaussian:
         Args:
             values: int64, shape (d,), contiguous.
         """
-
-        def put(index: _Ints, noised: _Ints) -> None:
-            values[index] = noised
-
-        self.stream_to(values.size, values.__getitem__, lambda block, noised: None, put, stream)
+        self.stream_to(_reading(values), Cells(), values, stream)
 
     def stream_to(
         self,
-        size: int,
-        load: Callable[[slice], _Ints],
-        store: Callable[[slice, _Ints], None],
-        put: Callable[[_Ints, _Ints], None],
+        load: Callable[[slice, _Ints], None],
+        cells: Cells,
+        out: NDArray[Any],
         stream: Keystream,
+        scaled: Scaled | None = None,
     ) -> None:
-        """The noise of ``size`` coordinates without a vector of that length in hand; the integers of :meth:`add_to`.
+        """out[i] = cells(integer + rint(S Z_i)), with neither the integers nor the noised ones in hand as a whole.
+
+        About 1 coordinate in 100 needs a second proposal and is 0 in ``out`` until then: nothing goes there un-noised.
 
         Args:
-            size: d.
-            load: gives a block of integers, int64, contiguous, to be altered in place.
-            store: takes the block, noised, but for about 1 in 100 coordinates, which are 0.
-            put: takes those: their indices and what they should be, int64 both.
+            load: writes a block of the integers, int64.
+            cells: what becomes of the noised integers.
+            out: int32 or int64, shape (d,), contiguous. May be where ``load`` reads.
             stream: read in the order of the blocks, then for the left coordinates in the order of their indices.
+            scaled: the same integers once more, for the compiled loops, which then do without ``load``.
         """
-        fast = use(size, noise_loops.choose, noise_loops.propose, noise_loops.decide)
-        add = self._add_fast if fast else self._add
-        left, kept = [], []
+        fast = cells.shift <= 62 and use(out.size, noise_loops.draw, noise_loops.decide)
+        draw = self._draw_fast if fast else self._draw
+        job, left, kept = _Pass(load, cells, stream, scaled), [], []
+        values = np.empty(0, np.int64)
         try:
-            for block in blocks(size):
-                part = load(block)
-                rejected = add(part, stream)
-                kept.append(part[rejected])
+            for block in blocks(out.size):
+                words = stream.words(2 * (block.stop - block.start))
+                rejected, integers = draw(job, block, words, out[block])
                 left.append(rejected + block.start)
-                part[rejected] = 0  # what has no noise yet is handed to nobody
-                store(block, part)
+                kept.append(integers)
             index, values = _joined(left), _joined(kept)
             while index.size:  # redone together, which is cheaper than block by block
+                job = _Pass(_reading(values), cells, stream)
                 for block in blocks(index.size):
-                    part = values[block]
-                    rejected = add(part, stream)
-                    done = np.ones(part.size, np.bool_)
-                    done[rejected] = False
-                    put(index[block][done], part[done])
+                    words = stream.words(2 * (block.stop - block.start))
+                    redone = np.zeros(block.stop - block.start, out.dtype)
+                    rejected, integers = draw(job, block, words, redone)
+                    values[block] = 0
+                    where = np.ones(redone.size, np.bool_)
+                    where[rejected] = False
+                    out[index[block][where]] = redone[where]
                     left.append(index[block][rejected])
-                    kept.append(part[rejected])
-                    part[:] = 0
+                    kept.append(integers)
                 index, values = _joined(left), _joined(kept)
         finally:
-            for part in kept:
+            for part in (*kept, values, self._scratch):
                 part[:] = 0
-            self._scratch[:] = 0
 
-    def _add(self, part: _Ints, stream: Keystream) -> _Ints:
-        """Add a proposal where it is accepted; the positions where it was rejected."""
-        proposal, accepted = self._propose(part.size, stream)
+    def _draw(self, job: _Pass, block: slice, words: _Words, out: NDArray[Any]) -> tuple[_Ints, _Ints]:
+        """One block of :meth:`stream_to`: the positions where the proposal was rejected, and the integers there."""
+        integers = self._scratch[-1, : out.size]
+        job.load(block, integers)
+        proposal, accepted = self._weigh(words, job.stream)
         rejected = np.flatnonzero(~accepted)
-        proposal[rejected] = 0
-        part += proposal
-        return rejected
+        kept = integers[rejected]
+        integers += proposal
+        noised = job.cells(integers)
+        noised[rejected] = 0  # before it is written
+        out[:] = noised
+        return rejected, kept
 
-    def _add_fast(self, part: _Ints, stream: Keystream) -> _Ints:
+    def _draw_fast(self, job: _Pass, block: slice, words: _Words, out: NDArray[Any]) -> tuple[_Ints, _Ints]:
         """The same by compiled loops."""
-        table, count = self._table, part.size
-        begin, proposals, at, proposal, v, size = self._scratch[:6]
-        sums, t = self._scratch[7:].view(np.float64)
-        words = stream.words(2 * count)
-        first, second = words[:count], words[count:]
-        if noise_loops.choose.compiled()(first, table.high, table.starts, self._fraction_bits, begin):
-            proposed, accepted = self._weigh(words, stream)  # once in 2^35 blocks
-            rejected = np.flatnonzero(~accepted)
-            proposed[rejected] = 0
-            part += proposed
-            return rejected
-        found = noise_loops.propose.compiled()(
-            part,
-            first,
-            second,
-            begin,
-            self._fraction_bits,
+        table, scratch, cells, scaled = self._table, self._scratch, job.cells, job.scaled
+        if scaled is None:
+            given, factor, inverse_step = scratch[-1, : out.size], None, None
+            job.load(block, given)
+        else:
+            given, factor, inverse_step = scaled.x[block], scaled.factor, scaled.inverse_step
+        floats, rounding = scratch.view(np.float64), (cells.half, cells.shift, cells.most)
+        found, squares = noise_loops.draw.compiled()(
+            given,
+            factor,
+            inverse_step,
+            words,
+            table.packed,
+            table.column_bits,
             table.j,
             table.half_inverse_square,
             self._v_unit,
             1.0 - table.margin - self._v_unit,
-            proposals,
-            sums,
-            at,
-            proposal,
-            t,
-            v,
-            size,
+            *rounding,
+            scratch,
+            floats,
+            out,
         )
+        if found < 0:  # once in 2^35 blocks
+            if scaled is None:  # the integers are there already, and may be overwritten where they came from
+                job = dataclasses.replace(job, load=lambda block, part: None)
+            return self._draw(job, block, words, out)
+        if scaled is not None:
+            scaled.squares.append(squares)
         if not found:
-            return np.empty(0, np.int64)
-        at, proposal, t, v, size = at[:found], proposal[:found], t[:found], v[:found], size[:found]
-        more, verdicts = stream.words(found), np.empty(found, np.int8)
-        open_cases = noise_loops.decide.compiled()(
-            part, at, proposal, t, v, more, _TAYLOR_ARRAY, _terms(t), self._v_unit, table.margin, verdicts
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        more, still = job.stream.words(found), np.empty(found, np.bool_)
+        others, in_doubt = noise_loops.decide.compiled()(
+            scratch, floats, more, _TAYLOR_ARRAY, table.terms, self._v_unit, table.margin, *rounding, out, still
         )
-        if open_cases:
-            more = more.copy()
-            for i in np.flatnonzero(verdicts == 2):
-                start = int(begin[at[i]])
-                bits = int(v[i]) << 64 | int(more[i])
-                verdicts[i] = self._decide_exactly(bits, 128 - self._v_shift, start, int(size[i]), stream)
-                if verdicts[i]:
-                    part[at[i]] += proposal[i]
-        return at[verdicts == 0]
-
-    def _propose(self, count: int, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
-        """One proposal each, and whether it is accepted."""
-        return self._weigh(stream.words(2 * count), stream)
+        if not in_doubt:
+            return scratch[0, :others].copy(), scratch[1, :others].copy()
+        more, accepted = more.copy(), np.zeros(others, np.bool_)
+        for i in np.flatnonzero(still[:others]):
+            at, integer, proposal, v, start, size = scratch[:6, i].tolist()
+            bits = v << 64 | int(more[i])
+            accepted[i] = self._decide_exactly(bits, 128 - self._v_shift, start, size, job.stream)
+            if accepted[i]:
+                out[at] = cells(np.array([integer + proposal]))[0]
+        return scratch[0, :others][~accepted], scratch[1, :others][~accepted]
 
     def _weigh(self, words: _Words, stream: Keystream) -> tuple[_Ints, NDArray[np.bool_]]:
-        """The proposals that these words make."""
+        """The proposals that these words make, one each, and whether they are accepted."""
         table, count = self._table, words.size // 2
         column, fraction, high, sign, offset, v, start = self._scratch[:7, :count]
-        t, uniform = self._scratch[7:, :count].view(np.float64)
+        t, uniform = self._scratch[7:9, :count].view(np.float64)
 
         # A column and a fraction within it; a sign; a place in the stratum; a uniform to accept with.
         first, second = words[:count], words[count:]
@@ -482,7 +540,7 @@ class RoundedGaussian:
         margin = self._table.margin
         more = stream.words(t.size).copy()
         uniform = (v + (more >> np.uint64(11)).astype(np.float64) * 2.0**-53) * self._v_unit
-        terms = _terms(t)
+        terms = self._table.terms
         ratio = np.full_like(t, _TAYLOR[terms])
         for coefficient in reversed(_TAYLOR[:terms]):
             ratio *= t
@@ -504,12 +562,16 @@ class RoundedGaussian:
             return uniform < int(ratio * 2**bits)
 
 
-def _terms(t: NDArray[np.float64]) -> int:
-    """Degree at which the Taylor polynomial of exp(-t) is close enough for the largest t; t <= 2: 25 do."""
-    largest, terms = float(t.max()), 2
+def _terms(largest: float) -> int:
+    """Degree at which the Taylor polynomial of exp(-t) is close enough for t up to ``largest``; up to 2, 25 do."""
+    terms = 2
     while largest**terms * _TAYLOR[terms] > 2.0**-48 and terms < len(_TAYLOR) - 1:
         terms += 1
     return terms
+
+
+def _reading(values: _Ints) -> Callable[[slice, _Ints], None]:
+    return lambda block, part: np.copyto(part, values[block])
 
 
 def _joined(parts: list[_Ints]) -> _Ints:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -27,7 +28,7 @@ from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.federation.wire import Refusal, Stage
 from lensemble_flwr.privacy import noise
 from lensemble_flwr.privacy.mechanism import add_noise, zero_update
-from lensemble_flwr.privacy.noise import Keystream, OsEntropy, RoundedGaussian
+from lensemble_flwr.privacy.noise import Cells, Keystream, OsEntropy, RoundedGaussian
 from lensemble_flwr.reporting.report import write_report
 from lensemble_flwr.reporting.tensorboard import write_events
 from tests.federation.harness import Federation
@@ -71,24 +72,24 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         found.streams.append(result.tobytes())
         return result
 
-    def adding(self: RoundedGaussian, size: int, load: Any, store: Any, put: Any, stream: Keystream) -> None:
-        before, after = np.empty((2, size), np.int64)
+    def adding(self: RoundedGaussian, load: Any, cells: Cells, out: Any, stream: Keystream, scaled: Any = None) -> None:
+        key, fine = bytearray(stream._key), np.zeros(out.size, np.int64)
+        integers = np.zeros(out.size, np.int64)
 
-        def loading(block: slice) -> np.ndarray:
-            part = load(block)
-            before[block] = part
-            return part
+        def loading(block: slice, part: np.ndarray) -> None:
+            load(block, part)
+            integers[block] = part
 
-        def storing(block: slice, noised: np.ndarray) -> None:
-            after[block] = noised
-            store(block, noised)
-
-        def putting(index: np.ndarray, noised: np.ndarray) -> None:
-            after[index] = noised
-            put(index, noised)
-
-        stream_to(self, size, loading, storing, putting, stream)
-        found.noises.append((after - before, float(self._table.std)))
+        stream_to(self, loading, cells, out, stream, scaled)
+        if scaled is not None and not integers.any():
+            integers[:] = np.trunc(scaled.x.astype(np.float64) * scaled.factor * scaled.inverse_step)
+        again = Keystream.__new__(Keystream)  # the ring's cells do not show the noise: it is drawn once more, unseen
+        init(again, key)
+        again.words = functools.partial(words, again)  # type: ignore[method-assign]
+        with again:
+            stream_to(self, lambda block, part: part.fill(0), Cells(), fine, again)
+        assert np.array_equal(out, cells(integers + fine)), "the noise that was really added"
+        found.noises.append((fine, float(self._table.std)))
 
     monkeypatch.setattr(Keystream, "__init__", opening)
     monkeypatch.setattr(Keystream, "words", reading)

@@ -23,16 +23,14 @@ from lensemble_flwr.privacy.mechanism import (
     to_release,
     zero_update,
 )
-from lensemble_flwr.privacy.noise import BLOCK, Keystream, OsEntropy, ReplayEntropy, RoundedGaussian
+from lensemble_flwr.privacy.noise import BLOCK, Cells, Keystream, OsEntropy, ReplayEntropy, RoundedGaussian, Scaled
 
 STD = 2.0**36.4
 PATHS = ("numpy", "numba")
 LOOPS = (
-    noise_loops.choose,
-    noise_loops.propose,
+    noise_loops.draw,
     noise_loops.decide,
     noise_loops.truncate,
-    noise_loops.to_ring,
     noise_loops.sum_of_squares,
     noise_loops.round_stochastically,
 )
@@ -87,13 +85,36 @@ def test_noise_of_any_std(log2_std, ratio, seed):
     assert one[1] == two[1]
 
 
-def test_wide_margins_reach_the_exact_decisions(monkeypatch):
+def floats(sampler: RoundedGaussian, size: int, stream: Keystream) -> np.ndarray:
+    """Ring cells of an update in floats, which the compiled path takes without its integers."""
+    x = np.linspace(-100.0, 100.0, size).astype(np.float32)
+    out, sums = np.full(size, 7, np.int32), []
+
+    def load(block: slice, part: np.ndarray) -> None:
+        part[:] = np.trunc(x[block].astype(np.float64) * 0.7 * 2.0**20)
+        sums.append(float(np.dot(part.astype(np.float64), part)))
+
+    sampler.stream_to(load, Cells(9, 2**31 - 1), out, stream, Scaled(x, 0.7, 2.0**20, sums))
+    truth = np.trunc(x.astype(np.float64) * 0.7 * 2.0**20)
+    assert len(sums) == -(-size // BLOCK), "each block once"
+    assert math.isclose(math.fsum(sums), float(np.dot(truth, truth)), rel_tol=1e-12)
+    return out
+
+
+def integers(sampler: RoundedGaussian, size: int, stream: Keystream) -> np.ndarray:
+    values = np.arange(size) << 20
+    sampler.add_to(values, stream)
+    return values
+
+
+@pytest.mark.parametrize("source", [floats, integers])
+def test_wide_margins_reach_the_exact_decisions(monkeypatch, source):
     """With a margin of 2^-6 a few hundred draws of a block are decided in exact arithmetic."""
     asked = []
     exactly = RoundedGaussian._decide_exactly
 
     def spy(self, *arguments):
-        asked.append(arguments)
+        asked.append(arguments[:4])
         return exactly(self, *arguments)
 
     monkeypatch.setattr(RoundedGaussian, "_decide_exactly", spy)
@@ -101,20 +122,19 @@ def test_wide_margins_reach_the_exact_decisions(monkeypatch):
     def draw() -> np.ndarray:
         sampler = RoundedGaussian(4096.5)
         sampler._table = dataclasses.replace(sampler._table, margin=2.0**-6)
-        values = np.zeros(4000, np.int64)
         with ReplayEntropy(3).open() as stream:
-            sampler.add_to(values, stream)
-        return values
+            return source(sampler, 4000, stream)
 
     one = on("numpy", draw)
     half = len(asked)
     two = on("numba", draw)
     assert half > 20
-    assert len(asked) == 2 * half
+    assert asked[half:] == asked[:half]
     assert np.array_equal(one, two)
 
 
-def test_a_tie_is_broken_in_the_same_way():
+@pytest.mark.parametrize("source", [floats, integers])
+def test_a_tie_is_broken_in_the_same_way(source):
     """Thresholds cut down to a few bits tie in about every second block, some of them decided by more bits."""
 
     def draw() -> tuple[np.ndarray, int]:
@@ -136,14 +156,21 @@ def test_a_tie_is_broken_in_the_same_way():
                 ties += 1
                 return super().integer(bits)
 
-        values = np.zeros(3 * BLOCK, np.int64)
         with Coarse(bytearray(range(32))) as stream:
-            sampler.add_to(values, stream)
-        return values, ties
+            return source(sampler, 3 * BLOCK, stream), ties
 
     one, two = (on(path, draw) for path in PATHS)
     assert one[1] == two[1] > 5
     assert np.array_equal(one[0], two[0])
+
+
+def test_the_packed_table_holds_the_other_two():
+    for std, ratio in ((64.0, 0.0), (STD, 1.0), (2.0**44, 50.0)):
+        table = RoundedGaussian(std, ratio)._table
+        packed, columns = table.packed.tolist(), 1 << table.column_bits
+        assert [entry >> table.column_bits for entry in packed] == table.high.tolist()
+        assert [entry % columns << table.j for entry in packed] == table.starts[1::2].tolist()
+        assert table.starts[::2].tolist() == [column << table.j for column in range(columns)]
 
 
 # --- the whole release ---
@@ -246,29 +273,43 @@ def test_one_pass_refuses_what_the_steps_refuse(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_without_noise_is_handed_on(path):
-    """Until its noise is there, a coordinate is 0: the rejected ones of the first pass too."""
-    seen, redone = [], []
-    values = np.full(200_000, 1 << 60)
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_nothing_without_noise_is_handed_on(path, dtype):
+    """Whenever randomness is read, each coordinate of the result is still empty, 0, or already what it will be."""
+    size, empty, seen = 200_000, -77, []
+    out = np.full(size, empty, np.int32)
+    x = np.full(size, 1 << 20, dtype)
 
-    def load(block):
-        return values[block].copy()
+    class Watching(Keystream):
+        def words(self, count):
+            seen.append(out.copy())
+            return super().words(count)
 
     def draw():
-        with ReplayEntropy(1).open() as stream:
-            sampler = RoundedGaussian(2.0**20)
-            sampler.stream_to(
-                values.size, load, lambda b, v: seen.append(v.copy()), lambda i, v: redone.append(i.copy()), stream
-            )
-            return sampler
+        sampler = RoundedGaussian(2.0**28)
+        scaled = Scaled(x, 1.0, 2.0**10, []) if dtype == np.float32 else None
+        with Watching(bytearray(range(32))) as stream:
+            sampler.stream_to(lambda block, part: part.fill(1 << 30), Cells(9, 2**30), out, stream, scaled)
+        return sampler
 
     sampler = on(path, draw)
-    first = np.concatenate(seen)
-    missing = np.flatnonzero(first == 0)
-    assert 500 < missing.size < 5000
-    assert np.array_equal(np.sort(np.concatenate(redone)), missing)
-    assert np.all(np.abs(first[first != 0] - (1 << 60)) < 14 << 20)
+    assert np.all(out != empty)
+    assert np.all(np.abs(out - (1 << 21)) < 14 << 19)
+    waiting = 0
+    for early in seen:
+        assert np.all((early == empty) | (early == 0) | (early == out))
+        waiting = max(waiting, np.count_nonzero(early == 0))
+    assert 500 < waiting < 5000
+    assert len(seen) > 2 * size / BLOCK
     assert not sampler._scratch.any()
+
+
+def test_the_cells_of_a_block_are_those_of_the_reference():
+    """Halves go up, both ends are clamped, and the widest shift leaves nothing."""
+    v = np.array([-(2**61), -1537, -1536, -513, -512, -1, 0, 511, 512, 1535, 1536, 2**61])
+    assert Cells(10, 1000)(v).tolist() == [-1000, -2, -1, -1, 0, 0, 0, 0, 1, 1, 2, 1000]
+    assert Cells(63, 1000)(v).tolist() == [0] * v.size
+    assert Cells()(v).tolist() == v.tolist()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -193,7 +193,7 @@ def test_a_tie_in_the_table_is_broken_by_more_bits():
     for extension, alias in ((low - 1, 0), (low, 1)):
         padded = extension << (64 * count - table.low_bits)
         stream = Scripted([first, 0, *(padded >> (64 * i) & (2**64 - 1) for i in range(count))])
-        values, accepted = sampler._propose(1, stream)
+        values, accepted = sampler._weigh(stream.words(2), stream)
         assert accepted.all()
         assert values[0] == table.starts[2 * column + alias]
 
@@ -222,9 +222,7 @@ def test_float_decisions_have_room():
     size = rng.integers(0, (1 << table.j) + 1, 300)
     t = size.astype(float) * (2 * start + size).astype(float) * table.half_inverse_square
     assert t.max() < 2.0
-    largest, terms = t.max(), 2
-    while largest**terms * noise._TAYLOR[terms] > 2.0**-48 and terms < len(noise._TAYLOR) - 1:
-        terms += 1
+    terms = table.terms
     value = np.full_like(t, noise._TAYLOR[terms])
     for coefficient in reversed(noise._TAYLOR[:terms]):
         value = coefficient - value * t
