@@ -14,6 +14,7 @@ numba itself is imported at first use, which with loading the loops takes a seco
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import stat
 import sys
@@ -103,7 +104,9 @@ class Loop:
             return numba.njit(
                 self._signatures, nogil=True, error_model="numpy", fastmath=False, cache=folder is not None
             )(self.function)
-        except Exception:  # a platform that numba does not compile for: the numpy path does the work
+        except Exception as error:  # a platform that numba does not compile for: the numpy path does the work
+            name = getattr(self.function, "__name__", "a loop")
+            logging.getLogger(__name__).warning("%s is not compiled, numpy does its work: %s", name, error)
             return None
         finally:
             settings.CACHE_DIR = before
