@@ -28,6 +28,7 @@ from lensemble_flwr.errors import ConfigError
 
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 SURFACES = ("full", "predictor", "adapter")
+LEAST_SAMPLE_RATE = 1e-6
 
 
 def _require(ok: bool, message: str, remediation: str = "") -> None:
@@ -121,8 +122,8 @@ class PrivacyConfig:
             0 < self.target_delta < 1, f"privacy.target_delta must lie between 0 and 1, not {self.target_delta!r}."
         )
         _require(
-            0 < self.sample_rate <= 1,
-            f"privacy.sample_rate must be above 0 and at most 1, not {self.sample_rate!r}.",
+            LEAST_SAMPLE_RATE <= self.sample_rate <= 1,
+            f"privacy.sample_rate must be at least {LEAST_SAMPLE_RATE:g} and at most 1, not {self.sample_rate!r}.",
             "Use 1 for no secret coin.",
         )
         _require(
@@ -454,6 +455,14 @@ def load_config(overrides: list[str] | tuple[str, ...] | str = ()) -> Config:
 
 
 @lru_cache(maxsize=32)
+def _groups() -> set[str]:
+    return {path.name for path in conf_dir().iterdir() if path.is_dir()}
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
 def _load(overrides: tuple[str, ...]) -> Config:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -467,6 +476,17 @@ def _load(overrides: tuple[str, ...]) -> Config:
             not override.startswith(("hydra.", "hydra/", "+hydra", "~", "+")),
             f"The override {override!r} adds, removes or reconfigures keys.",
             "Only existing keys can be set: key=value.",
+        )
+        key, value = override.split("=", 1)
+        _require(
+            re.fullmatch(r"[A-Za-z0-9_.]*", key) is not None,
+            f"The override {override!r} has a key that is none.",
+            "Only existing keys can be set: key=value.",
+        )
+        _require(
+            key not in _groups() or re.fullmatch(r"[A-Za-z0-9_-]*", value) is not None,  # never a path
+            f"{override!r} names no configuration of {key}.",
+            f"Choose one of: {', '.join(_choices(key))}.",
         )
     GlobalHydra.instance().clear()
     try:

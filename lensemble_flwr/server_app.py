@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lensemble_flwr.errors import ArtifactError, ConfigError, LensembleError
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import RunManifest, new_manifest
 from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.federation.roster import Roster, load_roster
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.home import output_folder, sites_folder
@@ -99,12 +101,18 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> 
         emit(name, fields)
 
     try:
-        SecureDiLoCo(config, task, folder, on_event).start(grid)
+        SecureDiLoCo(config, task, folder, on_event, _roster(config)).start(grid)
     except LensembleError as error:
         _finish(manifest, folder, error.code, str(error))
         raise
     _finish(manifest, folder, "completed", "")
     emit("end", {"output_dir": str(folder.path)})
+
+
+def _roster(config: Config) -> Roster | None:
+    """Whom a pinned run lets in: the roster of the coordinator's folder, which its start script names."""
+    path = os.environ.get("LENSEMBLE_ROSTER", "")
+    return load_roster(Path(path)) if config.secagg.pinned and path else None
 
 
 def _finish(manifest: RunManifest, folder: RunFolder, status: str, detail: str) -> None:

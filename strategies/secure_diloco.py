@@ -13,6 +13,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.federation.coordinator import Coordinator
+from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.task import Task
 from strategies.grid_transport import GridTransport
@@ -38,14 +39,21 @@ class SecureDiLoCo(Strategy):
         task: Task,
         folder: RunFolder,
         on_event: Callable[[str, dict[str, Any]], None] = lambda name, fields: None,
+        roster: Roster | None = None,
     ) -> None:
-        self.config, self.task, self.folder, self.on_event = config, task, folder, on_event
+        self.config, self.task, self.folder, self.on_event, self.roster = config, task, folder, on_event, roster
 
     def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
         """Run the federation to its end; the caller holds the folder's lock (errors: :meth:`Coordinator.run`)."""
         transport = GridTransport(grid, group=self.folder.federation_id.hex()[:16])
         theta = Coordinator(
-            self.config, self.task, self.folder, transport, on_event=self.on_event, stop_asked=_stop_asked
+            self.config,
+            self.task,
+            self.folder,
+            transport,
+            on_event=self.on_event,
+            stop_asked=_stop_asked,
+            roster=self.roster,
         ).run()
         result = Result()
         result.arrays = ArrayRecord([theta])

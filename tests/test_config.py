@@ -30,9 +30,9 @@ def test_default_is_quickstart() -> None:
         ("privacy.noise_multiplier=-1", "positive finite"),
         ("privacy.noise_multiplier=nan", "finite"),
         ("privacy.clip_norm=inf", "finite"),
-        ("privacy.sample_rate=0", "above 0 and at most 1"),
-        ("privacy.sample_rate=1.0000001", "above 0 and at most 1"),
-        ("privacy.sample_rate=-1", "above 0 and at most 1"),
+        ("privacy.sample_rate=0", "at least 1e-06 and at most 1"),
+        ("privacy.sample_rate=1.0000001", "at least 1e-06 and at most 1"),
+        ("privacy.sample_rate=-1", "at least 1e-06 and at most 1"),
         ("privacy.sample_rate=nan", "finite"),
         ("privacy.sample_rate=x", "must be a number"),
         ("privacy.sample_rate=true", "must be a number"),
@@ -148,3 +148,20 @@ def test_what_is_accounted_for_singly_is_refused_together(other: str) -> None:
         load_config(f"privacy.max_participants_per_person=2 {other}")
     with pytest.raises(ConfigError, match="not accounted for"):
         load_config("privacy.sample_rate=0.5 privacy.mechanism=discrete_gaussian")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "experiment=../../../tmp/x",
+        "experiment='../x'",
+        "model=[tiny,../x]",
+        "model=..",
+        "/model=tiny",
+        "data@model=x",
+    ],
+)
+def test_a_group_is_chosen_by_name_and_never_by_path(override: str) -> None:
+    """Else whoever submits a run could load any YAML file on a site's disk as configuration."""
+    with pytest.raises(ConfigError):
+        load_config([override])

@@ -45,7 +45,7 @@ umask 077
 COORDINATOR=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 PROGRAMS={_programs()}
 export PATH="$PROGRAMS:$PATH" FLWR_HOME="$COORDINATOR/flwr"
-export LENSEMBLE_HOME="${{LENSEMBLE_HOME:-$COORDINATOR/home}}"
+export LENSEMBLE_HOME="${{LENSEMBLE_HOME:-$COORDINATOR/home}}" LENSEMBLE_ROSTER="$COORDINATOR/roster.json"
 {_QUIET}cd "$COORDINATOR"
 exec flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
     --enable-supernode-auth --database state.db --disable-runtime-dependency-installation \\

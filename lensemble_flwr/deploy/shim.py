@@ -12,8 +12,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import io
 import json
 import re
+import shutil
+import sys
+import zipfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ class AppRefused(Exception):
 
 
 def allowed_fabs(site: Path) -> list[str] | None:
-    """The policy's list; None when it has no such rule (any app). Anything unreadable raises: nothing runs then."""
+    """The policy's list; None when it says ``any``. A policy without the rule, or that cannot be read, raises."""
     old, new = site / "policy.json", site / "policy.yaml"
     if old.exists() == new.exists():
         raise AppRefused("The site's policy cannot be read.")
@@ -41,8 +45,10 @@ def allowed_fabs(site: Path) -> list[str] | None:
     if len(re.findall(r"""^\s*["']?allowed_fabs["']?\s*:""", text, re.MULTILINE)) > 1:
         raise AppRefused("The site's rule allowed_fabs stands there twice.")
     rule = tree.get("allowed_fabs") if isinstance(tree, dict) else []
-    if rule is None:
+    if rule == "any":
         return None
+    if rule is None:
+        raise AppRefused("The site's policy has no rule allowed_fabs; it must list apps, or say any.")
     if not isinstance(rule, list) or not all(isinstance(item, str) for item in rule):
         raise AppRefused("The site's rule allowed_fabs cannot be read.")
     return rule
@@ -62,6 +68,17 @@ def judge(site: Path, fab: bytes) -> None:
         raise
 
 
+def holds(fab: bytes, folder: Path) -> bool:
+    """Whether the folder has exactly the bundle's files, byte for byte, and nothing else."""
+    with zipfile.ZipFile(io.BytesIO(fab)) as bundle:
+        names = [item.filename for item in bundle.infolist() if not item.is_dir()]
+        wanted = {name: bundle.read(name) for name in names if name.split("/")[0] != ".info"}
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    if any(path.is_symlink() for path in found) or folder.is_symlink():
+        return False
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found} == wanted
+
+
 def install_guard(site: Path, module: Any, loading: Any) -> None:
     """Wrap Flower's installation of a bundle, and tie the folder that is loaded to the one that was installed."""
     install, project_dir = module.install_from_fab, loading.get_project_dir
@@ -72,8 +89,15 @@ def install_guard(site: Path, module: Any, loading: Any) -> None:
         if not isinstance(fab, bytes):
             raise AppRefused("The app did not come as one bundle.")
         judge(site, fab)
-        path = install(fab, *args, **kwargs)
-        installed.append(Path(path))
+        path = Path(install(fab, *args, **kwargs))
+        if not holds(fab, path):  # Flower takes a folder of that name as it is: half installed once, or put there
+            shutil.rmtree(path)
+            path = Path(install(fab, *args, **kwargs))
+            if not holds(fab, path):
+                raise AppRefused("The app that was installed is not the bundle that was judged.")
+        # Compiled files beside the code would not be the bundle's; they go where only this bundle's are looked for.
+        sys.pycache_prefix = str(site / "home" / "bytecode" / hashlib.sha256(fab).hexdigest())
+        installed.append(path)
         return path
 
     @functools.wraps(project_dir)

@@ -175,6 +175,8 @@ def _app(found: Findings, folder: Path, policy: Policy | None) -> None:
     own = bundle_hash()
     allowed = policy.allowed_fabs if policy is not None else ()
     if allowed is None:
+        found.add(BAD, "app", "the policy has no rule allowed_fabs: list apps there, or say any")
+    elif allowed == "any":
         found.add(WARNING, "app", "ANY app may run here: whoever submits a run sends its code (rule allowed_fabs)")
     elif own in allowed:
         found.add(OK, "app", f"{len(allowed)} app(s) may run here, this installation's ({own}) among them")

@@ -38,6 +38,7 @@ from lensemble_flwr.federation.records import (
     RoundClose,
     RoundOpen,
 )
+from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.task import Task, theta_hash
 from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
@@ -133,6 +134,7 @@ class Coordinator:
         on_event: told of everything a person may want to see (public values only).
         step: the outer step; another one is injected only by tests of the self-check.
         stop_asked: whether somebody wants the run to end before its next round.
+        roster: who may join; None: whoever signs for an identity of its own.
     """
 
     config: Config
@@ -145,6 +147,7 @@ class Coordinator:
     clock: Callable[[], float] = time.monotonic
     members: dict[bytes, Member] = field(default_factory=dict)
     stop_asked: Callable[[], bool] = lambda: False
+    roster: Roster | None = None
     _traffic: Traffic = field(default_factory=Traffic)
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
     _join_refusals: dict[int, str] = field(default_factory=dict)
@@ -337,6 +340,8 @@ class Coordinator:
         statement = JoinReply.statement(self.folder.federation_id, joined.identity, joined.dataset_root)
         if not signature_holds(joined.identity, joined.signature, statement):
             return None, "BAD_SIGNATURE"
+        if self.roster is not None and self.roster.strangers([joined.identity]):
+            return joined.identity, "STRANGER"  # sites that pinned each other would refuse every round with it
         member = self.members.get(joined.identity)
         if member is None and len(self.members) >= self.config.federation.participants:
             return None, "FULL"

@@ -326,6 +326,7 @@ class SiteParticipant:
     def _forfeit(self, ledger: PrivacyLedger, federation_id: bytes, index: int, why: str) -> None:
         ledger.forfeit(federation_id, index, why)
         self.site.discard_staged_state(federation_id, index)
+        self.site.end_round(federation_id, index)
         self.site.delete_release(federation_id, index)
 
     def _cached(self, ledger: PrivacyLedger, opened: RoundOpen) -> Release | None:
@@ -441,6 +442,7 @@ class SiteParticipant:
                     raise refused("The record closes another round than the one answered here.", Refusal.HASH_MISMATCH)
                 outcome = Outcome(closed.outcome)
             ledger.close(fid, index, outcome.name.lower())
+            self.site.end_round(fid, index)
             self.site.delete_release(fid, index)
         if closed is not None:
             self.site.note_closed(fid, closed.round, closed.theta_hash)
@@ -476,4 +478,6 @@ class SiteParticipant:
             session = ClientSession.from_bytes(self.memory[_SESSION], params, self.site.sign)
         except KeyError as error:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error
+        if self.site.over(opened.federation_id, opened.round):  # Flower handed out an older state
+            raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
         return opened, attempt, session

@@ -55,7 +55,7 @@ RULES = {
     "dataset": "The name of the data set (data.name) that a run must ask for; null: any.",
     "allowed_coordinators": "SHA-256 fingerprints of the certificate authorities that ca.crt may hold; null: any.",
     "allowed_fabs": "SHA-256 hashes of the apps that may run here, judged by bin/flwr-clientapp before any line of\n"
-    "the app runs. null: any app; []: none.",
+    "the app runs; []: none; any: whatever a submitter sends. A real site must have this rule.",
     "log_releases": "Keep a copy of every (noised) release at the site, for audits.",
     "require_roster": "Refuse rounds while no roster is pinned here (lensemble site roster).",
     "require_consistency": "Refuse rounds in which the members do not compare what they were shown.",
@@ -97,7 +97,7 @@ class Policy:
     ring_bits: tuple[int, ...] = (16, 24, 32)
     dataset: str | None = None
     allowed_coordinators: tuple[str, ...] | None = None
-    allowed_fabs: tuple[str, ...] | None = None
+    allowed_fabs: tuple[str, ...] | str | None = None
     log_releases: bool = False
     require_roster: bool = False
     require_consistency: bool = False
@@ -118,7 +118,12 @@ class Policy:
         if not set(self.ring_bits) <= {16, 24, 32}:
             raise _wrong("ring_bits", f"{list(self.ring_bits)} must be a list of 16, 24 and 32")
         for name in ("allowed_coordinators", "allowed_fabs"):
-            for item in getattr(self, name) or ():
+            rule = getattr(self, name)
+            if name == "allowed_fabs" and rule == "any":
+                continue
+            if isinstance(rule, str):
+                raise _wrong(name, f"{rule!r} is no list of hashes", "List SHA-256 hashes, or say any.")
+            for item in rule or ():
                 if not _HASH.fullmatch(item):
                     raise _wrong(name, f"{item!r} is not a SHA-256 hash (64 lower-case hex digits, in quotes)")
         finite = self.max_epsilon_local is not None or self.max_epsilon_central is not None

@@ -9,6 +9,7 @@ site.json        how this site is run (settings; only real sites have it)
 ca.crt           certificate authority of the coordinator whom the site's SuperNode trusts (only real sites)
 ledger.jsonl, ledger.head   the privacy ledger
 answered/        one empty file per round whose unmask question was answered (the latch)
+over/            one empty file per round that is settled: no protocol session of it goes on
 masked/          one empty file per state of a protocol session that must not be left twice; deleted with its round
 federations/     per federation: the dataset root it was joined with, the last round whose end was told
 releases/        encoded updates that may still have to be sent again
@@ -170,6 +171,14 @@ class Site:
         """
         if not self._only_once("answered", f"{federation_id.hex()}-{round_index}"):
             raise SecureAggregationError(f"Round {round_index} was already answered.", cause="already_revealed")
+
+    def end_round(self, federation_id: bytes, round_index: int) -> None:
+        """Persist that this round is over: nothing is signed or answered for it any more, whatever state comes back."""
+        self._only_once("over", f"{federation_id.hex()}-{round_index}")
+
+    def over(self, federation_id: bytes, round_index: int) -> bool:
+        """Whether this round is over for this site."""
+        return (self.folder / "over" / f"{federation_id.hex()}-{round_index}").exists()
 
     def session_once(self, federation_id: bytes, round_index: int, session: bytes) -> None:
         """Persist that a protocol session is about to leave this state (by dealing shares, masking, or signing

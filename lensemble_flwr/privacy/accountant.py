@@ -492,8 +492,15 @@ def _unconverged(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("_compute_log_a_frac failed to converge")
 
 
+_RENYI_DOUBT = 1e-12  # absolute, of the logarithm of a moment near 1: thousands of roundings in its series
+
+
 def _renyi_sampled(mu: float, sampled: _Sampled, delta: float) -> float:
-    """Renyi accounting of Poisson-sampled releases by dp-accounting; inf when it fails."""
+    """Renyi accounting of Poisson-sampled releases, divergences by dp-accounting; inf when it fails.
+
+    They are converted here: dp-accounting takes an order whose divergence was rounded to zero or below for a proof of
+    epsilon = 0. Each step's divergence is first raised by more than its rounding can have lowered it.
+    """
     try:
         from dp_accounting import dp_event
         from dp_accounting.rdp import rdp_privacy_accountant as rdp
@@ -504,7 +511,11 @@ def _renyi_sampled(mu: float, sampled: _Sampled, delta: float) -> float:
             backend.compose(dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma)), count)
         if mu > 0.0:
             backend.compose(dp_event.GaussianDpEvent(1.0 / mu))
-        return _padded(backend.get_epsilon(delta))
+        orders = np.array(backend._orders, np.float64)
+        divergence = np.array(backend._rdp, np.float64)
+        steps = sum(count for _, _, count in sampled) + 1
+        raised = np.maximum(divergence, 0.0) * (1.0 + 1e-9) + steps * (_RENYI_DOUBT + 1e-14 * orders) / (orders - 1.0)
+        return _padded(_convert(orders, raised, delta))
     except Exception:  # a bound that could not be computed is no bound
         return math.inf
 
@@ -530,7 +541,8 @@ def _pld_epsilon(mu: float, sampled: _Sampled, delta: float) -> float:
             many = _composed(one, count)
             total = many if total is None else total.compose(many)
         assert total is not None
-        return _padded(total.get_epsilon_for_delta(delta))
+        left = delta - _fourier_doubt(total, sum(count for _, _, count in releases))
+        return _padded(total.get_epsilon_for_delta(left)) if left > 0.0 else math.inf
     except Exception:  # whatever failed in there: what was not computed is not bounded
         return math.inf
 
@@ -543,6 +555,13 @@ def _pld(sigma: float, rate: float, interval: float) -> Any:
     return pld.from_gaussian_mechanism(
         sigma, sampling_prob=rate, value_discretization_interval=interval, pessimistic_estimate=True
     )
+
+
+def _fourier_doubt(total: Any, count: int) -> float:
+    """What rounding may have taken from delta: the composition is a power ``count`` of a Fourier transform of N points,
+    each of relative error about 2^-53 log2 N, and delta a sum of up to N of its points (Cauchy-Schwarz)."""
+    points = max(2, total._pmf_remove.size, total._pmf_add.size)
+    return 2.0**-52 * math.log2(points) * math.sqrt(points) * (1 + count)
 
 
 def _composed(one: Any, count: int) -> Any:

@@ -158,6 +158,29 @@ def test_the_folder_that_is_loaded_is_the_bundle_that_was_judged(site: Path, tmp
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("damage", ["edit", "more", "less", "link"])
+def test_a_folder_that_is_there_already_is_not_believed(site: Path, tmp_path: Path, damage: str) -> None:
+    """Flower takes a folder of the bundle's short name as it is: half copied by a kill -9, or put there on purpose."""
+    trace, evil = tmp_path / "trace", tmp_path / "evil"
+    fab = bundle(tmp_path / "fab", trace_code(trace))
+    folder = Path(importlib.import_module("flwr.cli.install").install_from_fab(fab, site / "flwr", skip_prompt=True))
+    code = folder / "traceapp" / "app.py"
+    if damage == "edit":
+        code.write_text(f"open({str(evil)!r}, 'w')\n" + code.read_text())
+    elif damage == "more":
+        (folder / "flwr.py").write_text(f"open({str(evil)!r}, 'w')\n")
+    elif damage == "less":
+        code.unlink()
+    else:
+        (tmp_path / "elsewhere.py").write_text(f"open({str(evil)!r}, 'w')\n" + code.read_text())
+        code.unlink()
+        code.symlink_to(tmp_path / "elsewhere.py")
+    allow(site, fab)
+    assert run(site, fab) is None
+    assert trace.exists()
+    assert not evil.exists()
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -168,6 +191,10 @@ def test_the_folder_that_is_loaded_is_the_bundle_that_was_judged(site: Path, tmp
         "- 1",
         "allowed_fabs: null\nallowed_fabs: []",
         "allowed_fabs: []\n'allowed_fabs': null",
+        "max_epsilon_local: 1",
+        "allowed_fab: [abc]",
+        "allowed_fabs:",
+        "allowed_fabs: all",
     ],
 )
 def test_a_policy_that_cannot_be_read_lets_nothing_run(tmp_path: Path, text: str | None) -> None:
@@ -177,8 +204,8 @@ def test_a_policy_that_cannot_be_read_lets_nothing_run(tmp_path: Path, text: str
         judge(tmp_path, b"app")
 
 
-def test_no_rule_means_any_app_and_an_empty_one_none(tmp_path: Path) -> None:
-    save_policy(tmp_path / "policy.yaml", Policy(max_epsilon_local=1.0))
+def test_any_means_any_app_and_an_empty_list_none(tmp_path: Path) -> None:
+    save_policy(tmp_path / "policy.yaml", Policy(max_epsilon_local=1.0, allowed_fabs="any"))
     assert allowed_fabs(tmp_path) is None
     judge(tmp_path, b"app")
     allow(tmp_path)

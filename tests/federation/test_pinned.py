@@ -23,8 +23,8 @@ from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.plan import make_plan, round_open, session_params
 from lensemble_flwr.federation.policy import save_policy
-from lensemble_flwr.federation.records import JoinReply, JoinRequest, RoundOpen
-from lensemble_flwr.federation.roster import Roster, save_roster
+from lensemble_flwr.federation.records import JoinReply, JoinRequest, Outcome, RoundClose, RoundOpen
+from lensemble_flwr.federation.roster import ROSTER_FILE, Roster, save_roster
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.tasks import build_task
@@ -585,3 +585,55 @@ def test_whatever_bytes_a_coordinator_sends_only_a_typed_error_comes_of_them(tmp
     assert all(isinstance(error, LensembleError) for error in raised)
     # a session that was asked for its shares once is used up, whatever it was asked with
     assert outcomes(federation) == [("committed", 3 if stage == Stage.SHARE else 4)]
+
+
+def test_a_round_that_is_over_is_never_signed_again(tmp_path: Path) -> None:
+    """A lying coordinator closes a round and brings an older Flower state back: no second view is signed."""
+    federation = pinned(tmp_path)
+    kept: dict[str, Any] = {}
+
+    class Stop(BaseException):
+        pass
+
+    def before(stage: str, node: int, fields: Any) -> None:
+        if stage == Stage.AGREE and node == NODE and not kept:
+            kept.update(memory=dict(federation.transport.members[node].memory), body=fields["body"])
+
+    def after(stage: str, node: int, reply: Any) -> Any:
+        if stage == Stage.AGREE and node == NODE:
+            raise Stop
+        return reply
+
+    federation.transport.before, federation.transport.after = before, after
+    with pytest.raises(Stop):
+        federation.start()
+    site = federation.transport.members[NODE].site
+
+    def stale() -> SiteParticipant:
+        memory = dict(kept["memory"])
+        return SiteParticipant(site, federation.config, federation.task, 1, memory, Runtime(simulation=True))
+
+    opened = stale().public_round()
+    assert opened is not None
+    burnt = RoundClose(
+        opened.federation_id, opened.round, int(Outcome.BURNT), opened.digest(), opened.theta_hash, bytes(32), ()
+    )
+    stale().close_round(burnt.encode(), None)
+    with pytest.raises(RoundError, match="over"):
+        stale().agree(kept["body"])
+    with pytest.raises(LensembleError):
+        stale().unmask(kept["body"])
+
+
+def test_who_is_not_pinned_does_not_stop_the_others(tmp_path: Path) -> None:
+    """A connected stranger would be refused by every site in every round: the coordinator leaves it out."""
+    federation = pinned(tmp_path, "federation.participants=4 federation.min_participants=3 diloco.rounds=1")
+    sites = {node: member.site for node, member in federation.transport.members.items()}
+    stranger = max(sites)
+    known = {f"s{node}": site.identity for node, site in sites.items() if node != stranger}
+    for node, site in sites.items():
+        if node != stranger:
+            save_roster(site.folder / ROSTER_FILE, Roster(known))
+    federation.start(roster=Roster(known))
+    assert [r["outcome"] for r in federation.rounds()] == ["committed"]
+    assert federation.rounds()[0]["participants"] == 3

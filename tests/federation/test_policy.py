@@ -136,6 +136,7 @@ def test_every_rule_is_explained_and_written_and_read_back(tmp_path: Path) -> No
         ("max_epsilon_local: 1\nring_bits: [31]", "ring_bits"),
         ("max_epsilon_local: 1\nallowed_fabs: [12]", "allowed_fabs"),
         ("max_epsilon_local: 1\nallowed_fabs: [abc]", "allowed_fabs"),
+        ("max_epsilon_local: 1\nallowed_fabs: all", "allowed_fabs"),
         ("max_epsilon_local: 1\nguarantee: both", "guarantee"),
         ("max_epsilon_local: 1\nmin_threshold: 1.5", "min_threshold"),
         ("max_epsilon_local: 1\nversion: 2", "version"),

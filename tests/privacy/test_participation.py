@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import log_ndtr
 
 from lensemble_flwr.errors import ConfigError, ContractViolation
 from lensemble_flwr.privacy import accountant, mechanism
@@ -315,3 +316,28 @@ def test_answers_are_monotone_and_a_huge_count_is_refused_quickly() -> None:
     assert not sampled_within(0.0, ((2.0, 0.25, 2 * 10**9),), 3.0, 1e-6)
     assert not sampled_within(math.inf, kinds, 3.0, 1e-5)
     assert not sampled_within(math.nan, kinds, 3.0, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "rounds", "delta"),
+    [
+        (7.4718467542976344e-15, 0.15697238741305375, 10**7, 1e-16),
+        (7.52e-15, 0.15697, 10**7, 1e-12),
+        (5.15e-12, 0.2376, 10**6, 1e-9),
+    ],
+)
+def test_tiny_rates_are_not_free(rate: float, sigma: float, rounds: int, delta: float) -> None:
+    """Divergences that were rounded to zero are no proof, nor is a Fourier transform below its own rounding.
+
+    Reference: the test "some release lies above t", whose power under both neighbours bounds epsilon from below."""
+    spent = Spending().plus(Charge(sigma, 1, 0, participation=SecretParticipation(rate)), rounds)
+    truth = 0.0
+    for threshold in 0.5 + np.arange(4000) * 0.01 * sigma:
+        without = float(log_ndtr(-threshold / sigma))
+        hit = math.exp(without) * (1 - rate) + rate * math.exp(float(log_ndtr(-(threshold - 1) / sigma)))
+        power = -math.expm1(rounds * math.log1p(-hit)) if hit < 1 else 1.0
+        if power > delta:
+            truth = max(truth, math.log(power - delta) - without - math.log(rounds))
+    assert truth > 0.01
+    assert spent.epsilon("local", delta) >= truth
+    assert not spent.within(Budget("local", 0.99 * truth, delta))
