@@ -1,4 +1,4 @@
-"""``lensemble site init|connect|roster|prepare|refresh|check``: one real participant, in one folder."""
+"""``lensemble site init|connect|roster|prepare|refresh|rotate|check``: one real participant, in one folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lensemble_flwr.deploy.bundle import bundle_hash
 from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
-from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, write_shim
+from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, rotate_node_key, write_shim
 from lensemble_flwr.deploy.site_roster import show_or_change
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK
 from lensemble_flwr.federation.policy import Policy
@@ -102,6 +102,19 @@ def _refresh(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _rotate(options: argparse.Namespace) -> int:
+    site = Site(options.folder.expanduser().absolute())
+    old = rotate_node_key(site)
+    print(f"Old SuperNode key: {old or 'lost'}")
+    print(f"New SuperNode key: {read_node_key(site.folder / 'supernode.key')}")
+    print("The identity, the ledger and the rosters of others are as they were. The old key is overwritten.")
+    print(f"1. Give to the coordinator: {site.folder / 'card.json'}")
+    print("   It runs lensemble coordinator admit and register, and flwr supernode unregister for the old key,")
+    print("   which counts until then.")
+    print("2. Restart the SuperNode.")
+    return EXIT_OK
+
+
 def _check(options: argparse.Namespace) -> int:
     folder: Path = options.folder.expanduser().absolute()
     config = None
@@ -185,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         help="public files from the coordinator (lensemble coordinator public); else made here",
     )
     add("refresh", _refresh, "write bin/flwr-clientapp again after an upgrade")
+    add("rotate", _rotate, "make a new SuperNode key; nothing else changes")
     check = add("check", _check, "say what the site allows, has spent, and would refuse; exit status 0 or 1")
     check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a run's configuration, to be judged too")
     check.add_argument("--offline", action="store_true", help="do not visit the SuperLink")

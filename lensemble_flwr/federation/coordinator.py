@@ -116,10 +116,11 @@ class _Void(Exception):
 
 @dataclass
 class Traffic:
-    """Bytes of payload to and from all participants in one round."""
+    """What all exchanges of one round took: bytes of payload; seconds by message type, on the coordinator's clock."""
 
     down: int = 0
     up: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -146,6 +147,7 @@ class Coordinator:
     members: dict[bytes, Member] = field(default_factory=dict)
     stop_asked: Callable[[], bool] = lambda: False
     _traffic: Traffic = field(default_factory=Traffic)
+    _index: int | None = None
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
     _join_refusals: dict[int, str] = field(default_factory=dict)
 
@@ -352,7 +354,12 @@ class Coordinator:
         self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
     ) -> dict[int, Reply]:
         self._traffic.down += sum(_size(v) for fields in requests.values() for v in fields.values())
+        began = self.clock()
         replies = self.transport.exchange(stage, requests, timeout, max_bytes)
+        seconds = self.clock() - began
+        self._traffic.seconds[stage] = self._traffic.seconds.get(stage, 0.0) + seconds
+        facts = {"asked": len(requests), "answered": len(replies), "seconds": round(seconds, 3)}
+        self.on_event("stage", {"stage": stage, "round": self._index, **facts})
         self._traffic.up += sum(len(r.body) + _size(r.vector) for r in replies.values())
         return replies
 
@@ -399,7 +406,7 @@ class Coordinator:
 
     def _round(self, checkpoint: Checkpoint, last: RoundClose | None) -> tuple[Outcome, RoundClose]:
         opened = self._open(checkpoint)
-        started, self._traffic = self.clock(), Traffic()
+        started, self._traffic, self._index = self.clock(), Traffic(), opened.round
         self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
         for _ in range(MAX_ATTEMPTS):
             attempt = self.folder.next_attempt(opened.round)
@@ -599,6 +606,7 @@ class Coordinator:
             "checkpoint": content.hex(),
             "bytes_down": self._traffic.down,
             "bytes_up": self._traffic.up,
+            "stage_seconds": {stage: round(seconds, 3) for stage, seconds in self._traffic.seconds.items()},
             "private": private,
             "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")) if private else None,
             "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")) if private else None,
