@@ -265,10 +265,11 @@ class Coordinator:
             self._refresh()
             have = len(self.members)
             self.on_event("progress", {"what": "joined", "done": have, "total": federation.participants})
-            if have >= federation.participants or (self.clock() >= deadline and have >= federation.min_participants):
+            now = self.clock()  # once: between two readings the deadline could pass, and enough would be too few
+            if have >= federation.participants or (now >= deadline and have >= federation.min_participants):
                 return
-            if self.clock() >= deadline:
-                raise self._too_few(have, self.clock() - began)
+            if now >= deadline:
+                raise self._too_few(have, now - began)
             self.sleep(min(1.0, max(0.0, deadline - self.clock())))
 
     def _too_few(self, have: int, waited: float) -> LensembleError:
