@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from lensemble_flwr.errors import ResidencyViolation
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Expected, Outgoing, Refusal, check_egress, refusal_for
+from lensemble_flwr.json_log import log_context
 
 FIELDS, ARRAYS = "m", "v"
 """Names of the two records in a message: byte strings and numbers; one flat vector."""
@@ -44,7 +45,12 @@ def refusal_message(request: Message, code: Refusal) -> Message:
 
 
 def egress(message: Message, context: Context, call_next: Callable[[Message, Context], Any]) -> Message:
-    """Run the handler; let only a listed reply out."""
+    """Run the handler; let only a listed reply out. Each message is one line in the site's log, and no more is sent."""
+    with log_context(stage=message.metadata.message_type):
+        return _egress(message, context, call_next)
+
+
+def _egress(message: Message, context: Context, call_next: Callable[[Message, Context], Any]) -> Message:
     try:
         with _warnings_into_site_log(context):
             handled = cast(Handled, call_next(message, context))
@@ -52,10 +58,13 @@ def egress(message: Message, context: Context, call_next: Callable[[Message, Con
             raise ResidencyViolation("A handler must return (Outgoing, Expected).")
         reply, expected = handled
         check_egress(message.metadata.message_type, reply, expected)
+        site_log(context).info("answered %s", message.metadata.message_type, extra={"event": "answered"})
         return reply_message(message, reply)
     except Exception as error:
-        site_log(context).exception("refused %s: %s", message.metadata.message_type, error)
-        return refusal_message(message, refusal_for(error))
+        code = refusal_for(error)
+        event = {"event": f"refused_{code.name.lower()}"}
+        site_log(context).exception("refused %s: %s", message.metadata.message_type, error, extra=event)
+        return refusal_message(message, code)
 
 
 @contextmanager
@@ -66,7 +75,8 @@ def _warnings_into_site_log(context: Context) -> Iterator[None]:
             yield
         finally:
             for warning in caught:
-                site_log(context).warning("%s: %s", warning.category.__name__, warning.message)
+                text = "%s: %s"
+                site_log(context).warning(text, warning.category.__name__, warning.message, extra={"event": "warning"})
 
 
 def site_log(context: Context) -> logging.Logger:

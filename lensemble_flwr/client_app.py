@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -46,6 +46,20 @@ def _task(overrides: tuple[str, ...], data_dir: Path | None = None) -> Task:
     return build_task(load_config(overrides), data_dir)
 
 
+class LateTask:
+    """A task that is built when something is first asked of it.
+
+    Every message is a new process, and most of them need no model: shares, the signature of the survivors and the
+    unmasking are answered without torch and without reading a data set.
+    """
+
+    def __init__(self, overrides: tuple[str, ...], data_dir: Path | None = None) -> None:
+        self._build = partial(_task, overrides, data_dir)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._build(), name)
+
+
 def _config(context: Context) -> Config:
     resume = str(context.run_config["resume"])
     if resume and in_simulation():
@@ -80,10 +94,10 @@ def _participant(context: Context) -> SiteParticipant:
     context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
     settings = None if simulation else site.settings
     if settings is not None:
-        task, partition = _task(config.overrides, settings.data_folder(site.folder)), settings.participant
+        task, partition = LateTask(config.overrides, settings.data_folder(site.folder)), settings.participant
     else:
-        task, partition = _task(config.overrides), int(context.node_config.get("partition-id", 0))
-    return SiteParticipant(site, config, task, partition, ContextMemory(context), Runtime(simulation))
+        task, partition = LateTask(config.overrides), int(context.node_config.get("partition-id", 0))
+    return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), Runtime(simulation))
 
 
 def _handle(stage: str, message: Message, context: Context) -> Handled:

@@ -26,6 +26,7 @@ from lensemble_flwr.federation.roster import Roster, load_roster
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.home import output_folder, sites_folder
+from lensemble_flwr.json_log import bind, log_context
 from strategies import SecureDiLoCo
 from strategies.grid_transport import GridTransport
 
@@ -66,13 +67,15 @@ def _run(grid: Grid, context: Context) -> None:
         _check_runtime(config, simulation)
         folder = RunFolder.create(output_folder(config, context.run_id), config_hash(config), config.overrides)
     _check_runtime(config, simulation)
-    with folder.lock():  # before anything in it is touched
+    with folder.lock(), log_context():  # before anything in it is touched
         _run_in(folder, config, grid, simulation)
 
 
 def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> None:
     sites = str(sites_folder(config, folder.path.name)) if simulation else ""
-    emit("run", {"output_dir": str(folder.path), "experiment": config.experiment, "rounds": config.diloco.rounds})
+    run = {"experiment": config.experiment, "rounds": config.diloco.rounds}
+    emit("run", {"output_dir": str(folder.path), **run})
+    folder.log("run", run)
 
     task = build_task(config)
     task.prepare(lambda what, done, total: emit("progress", {"what": what, "done": done, "total": total}))
@@ -98,14 +101,21 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> 
             manifest = dataclasses.replace(manifest, dataset_roots=fields["dataset_roots"])
             manifest.write(folder.path)
             fields = {"participants": fields["participants"]}
-        emit(name, fields)
+        if name == "round_open":
+            bind(round=fields["round"])  # for the events that do not name it
+        if name != "progress":
+            folder.log(name, fields)
+        if name != "stage":  # for the log; nobody at a terminal waits for these
+            emit(name, fields)
 
     try:
         SecureDiLoCo(config, task, folder, on_event, _roster(config)).start(grid)
     except LensembleError as error:
+        folder.log("error", {"code": error.code, "text": str(error)})
         _finish(manifest, folder, error.code, str(error))
         raise
     _finish(manifest, folder, "completed", "")
+    folder.log("end", {})
     emit("end", {"output_dir": str(folder.path)})
 
 

@@ -1,4 +1,4 @@
-"""Messages over Flower's grid: one exchange is one ``send_and_receive``.
+"""Messages over Flower's grid. One exchange is what Flower calls ``send_and_receive``, asking for replies more often.
 
 Replies are matched by ``reply_to_message_id``: an error reply about a lost node names the SuperLink as its sender.
 A node that does not answer within the time is simply absent; its message dies with the same ttl, so that it cannot
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from flwr.serverapp import Grid
 from clients.egress import ARRAYS, FIELDS
 from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal
+
+POLL_S, POLL_S_SIMULATED = 0.5, 0.05
+"""Seconds between two looks for replies: over the network, and within one machine's simulation."""
 
 
 class GridTransport:
@@ -51,7 +55,7 @@ class GridTransport:
                     vectors[id(vector)] = ArrayRecord({VECTOR: Array(vector)})
                 content[ARRAYS] = vectors[id(vector)]
             messages.append(Message(content, message_type=stage, dst_node_id=node, group_id=self._group, ttl=timeout))
-        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        replies = self._send_and_receive(messages, timeout)
         node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
         answers: dict[int, Reply] = {}
         for reply in replies:
@@ -62,6 +66,19 @@ class GridTransport:
             if parsed is not None:
                 answers[asked] = parsed
         return answers
+
+    def _send_and_receive(self, messages: list[Message], timeout: float) -> list[Message]:
+        """Flower 1.42 looks for replies every three seconds, which is most of what a short exchange takes."""
+        left = {name for name in self._grid.push_messages(messages) if name}  # None: could not be sent
+        deadline = time.monotonic() + timeout
+        replies: list[Message] = []
+        while left and time.monotonic() < deadline:
+            new = list(self._grid.pull_messages(left))
+            replies += new
+            left -= {reply.metadata.reply_to_message_id for reply in new}
+            if left:
+                time.sleep(POLL_S_SIMULATED if self.simulation else POLL_S)
+        return replies
 
 
 def parse_reply(content: RecordDict, max_bytes: int = 0) -> Reply | None:

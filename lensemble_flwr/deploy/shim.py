@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import zipfile
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,10 @@ def judge(site: Path, fab: bytes) -> None:
     except AppRefused as error:
         with open(site / "site.log", "a", encoding="utf-8") as log:
             digest = hashlib.sha256(fab).hexdigest()
-            log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S},000 ERROR {error} Its SHA-256 is {digest}.\n")
+            # The keys of lensemble_flwr.json_log, which cannot be imported here.
+            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": "ERROR", "federation": None}
+            line |= {"round": None, "stage": None, "event": "app_refused", "text": f"{error} Its SHA-256 is {digest}."}
+            log.write(json.dumps(line) + "\n")
         raise
 
 

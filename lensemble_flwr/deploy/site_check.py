@@ -81,6 +81,15 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
         policy = site.policy
         for line in in_words(policy):
             found.add(OK, "policy", line)
+        counts_on_others = policy.max_epsilon_central is not None and policy.max_epsilon_local is None
+        if settings is not None and counts_on_others and not (policy.require_roster and policy.require_consistency):
+            found.add(
+                WARNING,
+                "policy",
+                "only the central budget is limited and nobody has to be pinned: a coordinator that invents participants "
+                "sees this site's update with little noise. Set require_roster and require_consistency, or "
+                "max_epsilon_local",
+            )
     with found.about("ledger"):
         _ledger(found, site, policy)
     _disk(found, folder)

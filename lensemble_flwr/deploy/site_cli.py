@@ -1,4 +1,4 @@
-"""``lensemble site init|connect|roster|prepare|refresh|check``: one real participant, in one folder."""
+"""``lensemble site init|connect|roster|prepare|refresh|rotate|check``: one real participant, in one folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lensemble_flwr.deploy.bundle import bundle_hash
 from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
-from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, write_shim
+from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, rotate_node_key, write_shim
 from lensemble_flwr.deploy.site_roster import show_or_change
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK
 from lensemble_flwr.federation.policy import Policy
@@ -38,6 +38,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder.expanduser().absolute()
     budgets = (options.max_epsilon_local, options.max_epsilon_central)
+    # A central budget counts on the others' noise: a coordinator that invents the others would pay with this site's data.
+    wary = options.max_epsilon_local is None and not options.trust_coordinator
     policy = Policy(
         max_epsilon_local=options.max_epsilon_local,
         max_epsilon_central=8.0 if budgets == (None, None) else options.max_epsilon_central,
@@ -45,6 +47,8 @@ def _init(options: argparse.Namespace) -> int:
         allow_two_party=options.allow_two_party,
         min_roster=2 if options.allow_two_party else 3,
         allowed_fabs=(bundle_hash(),),
+        require_roster=wary,
+        require_consistency=wary,
     )
     data = options.data if options.data == SIMULATOR else str(Path(options.data).expanduser().absolute())
     head = "" if options.ledger_head is None else str(options.ledger_head.expanduser().absolute())
@@ -56,6 +60,8 @@ def _init(options: argparse.Namespace) -> int:
     print(f"1. Read and change its rules:   {folder / 'policy.yaml'}")
     print(f"2. Give to the coordinator:     {folder / 'card.json'} (holds the two lines above, nothing secret)")
     print(f"3. With the coordinator's help: lensemble site connect {folder} HOST:PORT CA.CRT")
+    if wary:
+        print(f"   and pin the other sites:     lensemble site roster {folder} --add NAME=IDENTITY ...")
     print(f"4. Before each run:             lensemble site check {folder} [KEY=VALUE ...]")
     print(f"5. Start:                       {folder / 'supernode.sh'} (or {folder / 'lensemble-site.service'})")
     return EXIT_OK
@@ -99,6 +105,19 @@ def _refresh(options: argparse.Namespace) -> int:
     write_shim(site.folder)
     print(f"bin/flwr-clientapp is this release's. Its own app has the SHA-256\n{bundle_hash()}")
     print(f"It runs here once allowed_fabs in {site.folder / 'policy.yaml'} lists it.")
+    return EXIT_OK
+
+
+def _rotate(options: argparse.Namespace) -> int:
+    site = Site(options.folder.expanduser().absolute())
+    old = rotate_node_key(site)
+    print(f"Old SuperNode key: {old or 'lost'}")
+    print(f"New SuperNode key: {read_node_key(site.folder / 'supernode.key')}")
+    print("The identity, the ledger and the rosters of others are as they were. The old key is overwritten.")
+    print(f"1. Give to the coordinator: {site.folder / 'card.json'}")
+    print("   It runs lensemble coordinator admit and register, and flwr supernode unregister for the old key,")
+    print("   which counts until then.")
+    print("2. Restart the SuperNode.")
     return EXIT_OK
 
 
@@ -160,6 +179,12 @@ def _parser() -> argparse.ArgumentParser:
         help="on 127.0.0.1, for Flower's own use (default: %(default)s)",
     )
     init.add_argument(
+        "--trust-coordinator",
+        action="store_true",
+        help="accept rounds without a pinned roster though only the central budget is limited: a coordinator that "
+        "invents participants then sees this site's update with little noise",
+    )
+    init.add_argument(
         "--ledger-head",
         type=Path,
         metavar="FILE",
@@ -185,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         help="public files from the coordinator (lensemble coordinator public); else made here",
     )
     add("refresh", _refresh, "write bin/flwr-clientapp again after an upgrade")
+    add("rotate", _rotate, "make a new SuperNode key; nothing else changes")
     check = add("check", _check, "say what the site allows, has spent, and would refuse; exit status 0 or 1")
     check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a run's configuration, to be judged too")
     check.add_argument("--offline", action="store_true", help="do not visit the SuperLink")

@@ -18,7 +18,7 @@ from lensemble_flwr.deploy import shim
 from lensemble_flwr.deploy.keys import read_node_key, write_node_key
 from lensemble_flwr.deploy.scripts import supernode_script, systemd_unit
 from lensemble_flwr.deploy.tls import fingerprint, read_authority, split_address
-from lensemble_flwr.durable import atomic_write, file_errors
+from lensemble_flwr.durable import atomic_write, file_errors, sync_folder
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.roster import ROSTER_FILE, parse_roster, save_roster
@@ -120,6 +120,26 @@ def connect_site(site: Site, superlink: str, authority: Path, roster: Path | Non
             save_roster(site.folder / ROSTER_FILE, parse_roster(roster.read_bytes()))
     _write_settings(site.folder, dataclasses.replace(settings, superlink=superlink))
     return name
+
+
+def rotate_node_key(site: Site) -> str:
+    """A new SuperNode key and card; returns the old public key, "" if it was lost.
+
+    Identity, ledger and policy stay as they are.
+    The private key is replaced last but for the card: after a crash the old one works, or another call makes it right.
+
+    Raises:
+        ConfigError: no real site, or the old key cannot be read. ArtifactError: the new one cannot be written.
+    """
+    settings, private = real_settings(site), site.folder / "supernode.key"
+    old = read_node_key(private) if private.is_file() else ""
+    new = private.with_suffix(".new")
+    write_node_key(new, site.folder / "supernode.pub")
+    with file_errors(private, "replace"):
+        new.replace(private)
+        sync_folder(site.folder)
+    write_card(site, settings)
+    return old
 
 
 def real_settings(site: Site) -> SiteSettings:

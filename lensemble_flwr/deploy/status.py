@@ -41,6 +41,16 @@ class Status:
         mean = sum(timed) / len(timed)
         return max(0.0, (self.planned - len(self.rounds)) * mean - min(self.age_s, mean))
 
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Mean seconds by message type over the timed rounds, and the coordinator's own work as "between"."""
+        timed = [r for r in self.rounds if r.get("seconds") and r.get("stage_seconds")]
+        names = list(dict.fromkeys(name for r in timed for name in r["stage_seconds"]))
+        mean = {name: sum(r["stage_seconds"].get(name, 0.0) for r in timed) / len(timed) for name in names}
+        if timed:
+            mean["between"] = max(0.0, sum(r["seconds"] for r in timed) / len(timed) - sum(mean.values()))
+        return mean
+
     def text(self, now: datetime) -> str:
         """What a person reads."""
         lines = [f"{self.state}: {len(self.rounds)} of {self.planned} rounds"]
@@ -57,6 +67,9 @@ class Status:
                 )
             elif not last.get("private"):
                 lines.append("NON-PRIVATE: no epsilon is claimed")
+        if self.stage_seconds:
+            stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
+            lines.append(f"seconds of a round: {stages}")
         if self.seconds_left is not None:
             lines.append(f"expected end: {now + timedelta(seconds=self.seconds_left):%Y-%m-%d %H:%M:%S}")
         if self.state == "interrupted":
@@ -128,6 +141,7 @@ def status_command(argv: Sequence[str]) -> int:
                     "rounds": len(status.rounds),
                     "planned": status.planned,
                     "seconds_left": status.seconds_left,
+                    "stage_seconds": status.stage_seconds,
                     "seconds_since_last_round": round(status.age_s),
                     "epsilon_central": last.get("epsilon_central"),
                     "epsilon_local": last.get("epsilon_local"),

@@ -117,10 +117,11 @@ class _Void(Exception):
 
 @dataclass
 class Traffic:
-    """Bytes of payload to and from all participants in one round."""
+    """What all exchanges of one round took: bytes of payload; seconds by message type, on the coordinator's clock."""
 
     down: int = 0
     up: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -149,6 +150,7 @@ class Coordinator:
     stop_asked: Callable[[], bool] = lambda: False
     roster: Roster | None = None
     _traffic: Traffic = field(default_factory=Traffic)
+    _index: int | None = None
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
     _join_refusals: dict[int, str] = field(default_factory=dict)
 
@@ -266,10 +268,11 @@ class Coordinator:
             self._refresh()
             have = len(self.members)
             self.on_event("progress", {"what": "joined", "done": have, "total": federation.participants})
-            if have >= federation.participants or (self.clock() >= deadline and have >= federation.min_participants):
+            now = self.clock()  # once: between two readings the deadline could pass, and enough would be too few
+            if have >= federation.participants or (now >= deadline and have >= federation.min_participants):
                 return
-            if self.clock() >= deadline:
-                raise self._too_few(have, self.clock() - began)
+            if now >= deadline:
+                raise self._too_few(have, now - began)
             self.sleep(min(1.0, max(0.0, deadline - self.clock())))
 
     def _too_few(self, have: int, waited: float) -> LensembleError:
@@ -357,7 +360,12 @@ class Coordinator:
         self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
     ) -> dict[int, Reply]:
         self._traffic.down += sum(_size(v) for fields in requests.values() for v in fields.values())
+        began = self.clock()
         replies = self.transport.exchange(stage, requests, timeout, max_bytes)
+        seconds = self.clock() - began
+        self._traffic.seconds[stage] = self._traffic.seconds.get(stage, 0.0) + seconds
+        facts = {"asked": len(requests), "answered": len(replies), "seconds": round(seconds, 3)}
+        self.on_event("stage", {"stage": stage, "round": self._index, **facts})
         self._traffic.up += sum(len(r.body) + _size(r.vector) for r in replies.values())
         return replies
 
@@ -404,7 +412,7 @@ class Coordinator:
 
     def _round(self, checkpoint: Checkpoint, last: RoundClose | None) -> tuple[Outcome, RoundClose]:
         opened = self._open(checkpoint)
-        started, self._traffic = self.clock(), Traffic()
+        started, self._traffic, self._index = self.clock(), Traffic(), opened.round
         self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
         for _ in range(MAX_ATTEMPTS):
             attempt = self.folder.next_attempt(opened.round)
@@ -604,6 +612,7 @@ class Coordinator:
             "checkpoint": content.hex(),
             "bytes_down": self._traffic.down,
             "bytes_up": self._traffic.up,
+            "stage_seconds": {stage: round(seconds, 3) for stage, seconds in self._traffic.seconds.items()},
             "private": private,
             "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")) if private else None,
             "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")) if private else None,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lensemble_flwr.federation.participant import SiteParticipant
+from lensemble_flwr.federation.records import JoinRequest, RoundClose, RoundOpen
 from lensemble_flwr.federation.wire import (
     ATTEMPT,
     BODY,
@@ -22,8 +23,17 @@ from lensemble_flwr.federation.wire import (
     one_body,
     refused,
 )
+from lensemble_flwr.json_log import bind, short_id
 
 Handled = tuple[Outgoing, Expected]
+
+_WITHIN = (Stage.SHARE, Stage.TRAIN, Stage.AGREE, Stage.UNMASK)
+"""Stages whose round is the one that is open."""
+
+
+def _say_which(record: JoinRequest | RoundOpen | RoundClose) -> None:
+    """Lines that are logged from now on name the federation and the round."""
+    bind(federation=short_id(record.federation_id), round=getattr(record, "round", None))
 
 
 def most_vector_bytes(stage: str, participant: SiteParticipant) -> int:
@@ -51,11 +61,14 @@ def handle(
     """
     # Read first: unmask wipes the memory that holds them.
     opened, envelopes = participant.public_round(), participant.memory.get(ENVELOPES, b"")
+    if opened is not None and stage in _WITHIN:
+        _say_which(opened)
     if stage == Stage.OPEN:
         attempt = fields.get(ATTEMPT)
         if type(attempt) is not int or not 0 < attempt < 2**32:
             raise refused("The attempt is not a number.", Refusal.PROTOCOL)
         body, closes = (one_body(fields, name, MAX_REQUEST_BYTES) for name in (BODY, CLOSES))
+        _say_which(RoundOpen.decode(body))
         reply = participant.open_round(body, attempt, closes)
         return reply, expected_reply(stage, b"", participant.public_round())
     if stage == Stage.TRAIN:
@@ -65,6 +78,7 @@ def handle(
         return reply, expected_reply(stage, b"", opened)
     body = one_body(fields, BODY, MAX_REQUEST_BYTES)
     if stage == Stage.JOIN:
+        _say_which(JoinRequest.decode(body))
         return participant.join(body), expected_reply(stage, b"", None)
     if stage == Stage.SHARE:
         return participant.share_keys(body), expected_reply(stage, body, opened)
@@ -73,5 +87,6 @@ def handle(
     if stage == Stage.UNMASK:
         return participant.unmask(body), expected_reply(stage, envelopes, opened)
     if stage == Stage.CLOSE:
+        _say_which(RoundClose.decode(body))
         return participant.close_round(body, vector), expected_reply(stage, b"", None)
     raise refused(f"There is no message {stage!r}.", Refusal.PROTOCOL)

@@ -110,7 +110,8 @@ class SiteParticipant:
             if not self.config.privacy.enabled:
                 raise
             # Whether data can be read is private too: a root that binds nothing, and later zero updates.
-            self.site.log.error("the dataset root cannot be computed, a random one is sent: %s", error)
+            event = {"event": "dataset_unreadable"}
+            self.site.log.error("the dataset root cannot be computed, a random one is sent: %s", error, extra=event)
             root = secrets.token_bytes(32)
         with self.site.ledger() as ledger:
             ledger.event("dataset_root", {"federation": federation_id.hex(), "root": root.hex()})
@@ -319,7 +320,8 @@ class SiteParticipant:
                 failure = refused(f"The local update failed: {error}", Refusal.UPDATE)
                 raise failure from error
             # Whether training failed depends on private data, so nobody may learn it: send noise alone.
-            self.site.log.error("round %d: local update failed, a zero update is sent: %s", opened.round, error)
+            text = "round %d: local update failed, a zero update is sent: %s"
+            self.site.log.error(text, opened.round, error, extra={"event": "update_failed"})
             return None, None
         return delta, result.state
 

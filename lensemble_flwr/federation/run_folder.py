@@ -4,6 +4,7 @@
     manifest.json                what ran (see :mod:`lensemble_flwr.federation.manifest`)
     evaluation.json              the start's metrics on public held-out data, and which one is the headline
     rounds.jsonl                 one line per finished round, appended with fsync
+    coordinator.log              what happened when, one JSON object a line; public values only
     checkpoints/round-00000.safetensors ...
     state/round-00003/open.bin       RoundOpen, fsynced before it is first sent
     state/round-00003/attempt        number of the attempt that may be under way
@@ -16,6 +17,7 @@ What is in `state` decides how a broken-off round ends: sum stored -> replayed; 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -34,8 +36,10 @@ from lensemble_flwr.durable import append_fsync, atomic_write
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, RoundError
 from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.json_log import KEYS, json_line, log_context, short_id
 
 SCHEMA_VERSION = 1
+_TROUBLE = ("refused", "excluded", "void")
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,14 @@ class RunFolder:
             if content and not content.endswith(b"\n"):
                 atomic_write(path, content[: content.rfind(b"\n") + 1], mode=0o644)
         append_fsync(path, (json.dumps(record, allow_nan=False) + "\n").encode())
+
+    def log(self, name: str, fields: dict[str, Any]) -> None:
+        """Append one event to ``coordinator.log``. What cannot be written is lost: nothing depends on this file."""
+        level = "ERROR" if name in ("error", "stopped") else "WARNING" if name in _TROUBLE else "INFO"
+        with log_context(federation=short_id(self.federation_id), **{k: fields[k] for k in KEYS if k in fields}):
+            line = json_line(level, name, {k: v for k, v in fields.items() if k not in KEYS})
+        with contextlib.suppress(OSError), open(self.path / "coordinator.log", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def write_start(self, metrics: dict[str, float | None], headline: str) -> None:
         """Keep the evaluation of the model that the run starts from (``evaluation.json``)."""

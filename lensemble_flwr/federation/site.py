@@ -15,7 +15,7 @@ federations/     per federation: the dataset root it was joined with, the last r
 releases/        encoded updates that may still have to be sent again
 local/           the action head and optimizer moments, adopted with a release
 models/          the committed models that this site ended its runs with
-site.log         the site's own log; never sent anywhere
+site.log         the site's own log, one JSON object a line; never sent anywhere
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationE
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.federation.roster import PUBLIC_KEY_FILE, ROSTER_FILE, Roster, load_roster
 from lensemble_flwr.federation.site_settings import SiteSettings, load_settings
+from lensemble_flwr.json_log import JsonFormatter
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
@@ -304,12 +305,12 @@ class Site:
 
     @property
     def log(self) -> logging.Logger:
-        """The site's own log file. Values may stand here; nothing of it is ever sent."""
+        """The site's own log file, one JSON object a line. Values may stand here; nothing of it is ever sent."""
         logger = logging.getLogger(f"lensemble.site.{self.identity.hex()[:16]}")
         if not logger.handlers:
             logger.setLevel(logging.INFO)
             logger.propagate = False  # Flower forwards the root logger
             handler = _SilentFileHandler(self.folder / "site.log", maxBytes=1 << 20, backupCount=2, delay=True)
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            handler.setFormatter(JsonFormatter())
             logger.addHandler(handler)
         return logger

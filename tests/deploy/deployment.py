@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 HANG = '''
-"""A participant hangs for ever at a stage, once, in the first round from the one that the file hang-STAGE in its
-folder names; the file is then called hangs-STAGE."""
+"""A participant hangs at a stage, once, in the first round from the one that the file hang-STAGE in its folder names;
+the file is then called hangs-STAGE, and the participant goes on when it is gone."""
 import time
 from lensemble_flwr.federation.participant import SiteParticipant
 from lensemble_flwr.federation.records import RoundOpen
@@ -30,8 +30,9 @@ def hang_at(stage, method):
         armed = self.site.folder / ("hang-" + stage)
         opened = RoundOpen.decode(args[0]) if stage == "keys" else self.public_round()
         if armed.exists() and opened.round >= int(armed.read_text()):
-            armed.rename(self.site.folder / ("hangs-" + stage))
-            time.sleep(3600)
+            hangs = armed.rename(self.site.folder / ("hangs-" + stage))
+            while hangs.exists():
+                time.sleep(0.2)
         return inner(self, *args)
     setattr(SiteParticipant, method, outer)
 hang_at("keys", "open_round")
@@ -53,13 +54,13 @@ def script() -> ModuleType:
     return module
 
 
-def staged(target: Path) -> Path:
-    """A checkout whose client app can be made to hang (:data:`HANG`)."""
+def staged(target: Path, code: str = HANG) -> Path:
+    """A checkout whose client app also runs ``code``; by default it can be made to hang."""
     for name in ("lensemble_flwr", "strategies", "clients", "conf"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "LICENSE", "pyproject.toml"):
         shutil.copy(ROOT / name, target / name)
-    (target / "lensemble_flwr" / "staged.py").write_text(HANG)
+    (target / "lensemble_flwr" / "staged.py").write_text(code)
     with open(target / "lensemble_flwr" / "client_app.py", "a") as file:
         file.write("\n\nimport lensemble_flwr.staged\n")
     return target
@@ -106,6 +107,26 @@ class Federation:
             return len(self.rounds()) >= count
 
         wait(there, timeout_s, f"round {count - 1}")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The whole lines of the coordinator's log."""
+        path = self.out / "coordinator.log"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_stage(self, stage: str, after: int, timeout_s: float = 200) -> None:
+        """Wait until the coordinator has all replies of a stage; the next stage is then under way.
+
+        Args:
+            after: how many lines the log had before.
+        """
+
+        def there() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, "the run ended before"
+            return any(e["event"] == "stage" and e["stage"] == stage for e in self.events()[after:])
+
+        wait(there, timeout_s, stage)
 
     def states(self, site: Any) -> dict[int, str]:
         """State of each round of this federation in a site's ledger."""

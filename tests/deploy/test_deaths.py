@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lensemble_flwr.federation.wire import Stage
 from tests.deploy.deployment import (
     OVERRIDES,
     Federation,
@@ -75,6 +77,73 @@ def test_server_app_and_superlink_die_and_the_run_is_resumed(deployment: Any, tm
         assert set(federation.states(site)) <= {0, 1, 2}
 
 
+def test_the_server_app_dies_in_each_stage(deployment: Any, tmp_path: Path) -> None:
+    """In the exchange after the named one. Before anybody is asked to reveal the round is taken up again, with the
+    updates that were paid for; after that it is burnt."""
+    overrides = [*OVERRIDES[:-2], "diloco.rounds=2", OVERRIDES[-1]]
+    federation = Federation(deployment, overrides, tmp_path / "run")
+    paid: list[dict[int, str]] = []
+    stages = (Stage.JOIN, Stage.OPEN, Stage.SHARE, Stage.TRAIN)
+    for number, stage in enumerate(stages):
+        seen = len(federation.events())
+        federation.start(resume=number > 0)
+        federation.wait_for_stage(stage, seen)
+        if stage == Stage.SHARE:  # let the sites train and pay: their updates are on the way
+            wait(lambda: all(federation.states(s) for s in deployment.sites), 60, "every site's charge")
+        for pid in server_apps(deployment):
+            os.kill(pid, signal.SIGKILL)
+        assert federation.end(300) == 1, stage
+        assert federation.rounds() == [], stage
+        states = [federation.states(site) for site in deployment.sites]
+        if stage in (Stage.JOIN, Stage.OPEN):
+            assert states == [{}] * 4, stage
+        else:
+            assert [set(s) for s in states] == [{0}] * 4, stage
+            paid.append({number: q_hash(federation, site) for number, site in enumerate(deployment.sites)})
+    assert paid[0] == paid[1]  # the same update, never a second draw
+    federation.start(resume=True)
+    assert federation.end(600) == 0
+    assert [r["outcome"] for r in federation.rounds()] == ["burnt", "committed"]
+    assert_consistent(federation)
+    for site in deployment.sites:
+        assert set(federation.states(site)) == {0, 1}
+
+
+def q_hash(federation: Federation, site: Any) -> str:
+    """Name of the update that a site holds for round 0."""
+    with script().PrivacyLedger.open(site.folder / "ledger.jsonl", read_only=True) as ledger:
+        return str(ledger.state(federation.federation_id(), 0).q_hash.hex())
+
+
+def test_a_supernode_dies_after_its_upload_and_is_in_the_sum(deployment: Any, tmp_path: Path) -> None:
+    """Another site still trains, so the survivors are not yet named: the dead one's mask is removed by the others."""
+    dead, late = deployment.sites[:2]
+    federation = Federation(deployment, [*OVERRIDES[:-2], "diloco.rounds=2", OVERRIDES[-1]], tmp_path / "run")
+    (late.folder / "hang-training").write_text("0")
+    log = dead.folder / "supernode.log"
+    before = log.read_text().count("Sending: train.masked_update")
+    federation.start()
+    try:
+        wait((late.folder / "hangs-training").exists, 200, "training")
+        wait(lambda: log.read_text().count("Sending: train.masked_update") > before, 40, "the upload")
+        wait(lambda: list(federation.states(dead).values()) == ["encoded"], 10, "the record of the upload")
+        time.sleep(2)  # until what is being sent has arrived
+        assert federation.rounds() == []
+        assert not [e for e in federation.events() if e["event"] == "asked"]
+        kill_node(dead)
+    finally:
+        (late.folder / "hangs-training").unlink(missing_ok=True)
+    supervise(deployment, dead)
+    assert federation.end(600) == 0
+    records = federation.rounds()
+    assert [r["outcome"] for r in records] == ["committed"] * 2
+    assert records[0]["participants"] == 4
+    # Paid once and for ever. It was not told how the round ended: the next round that it takes part in closes it.
+    assert federation.states(dead)[0] in ("encoded", "closed")
+    for site in deployment.sites[1:]:
+        assert set(federation.states(site).items()) == {(0, "closed"), (1, "closed")}
+
+
 def assert_committed_is_kept(federation: Federation, count: int) -> None:
     records = federation.rounds()
     assert [r["outcome"] for r in records][:count] == ["committed"] * count
@@ -126,6 +195,28 @@ def test_the_disk_of_one_site_is_full_for_a_while(deployment: Any, tmp_path: Pat
     assert [r["outcome"] for r in records] == ["committed"] * 3
     assert records[0]["participants"] == 3
     assert 0 not in federation.states(site)
+    assert_consistent(federation)
+    assert site.lensemble("ledger", "verify", site.folder, check=False).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk of its own needs root")
+def test_the_disk_of_a_site_that_takes_part_is_full_for_a_round(deployment: Any, tmp_path: Path) -> None:
+    site = deployment.sites[3]
+    federation = Federation(deployment, [*OVERRIDES[:-2], "diloco.rounds=5", OVERRIDES[-1]], tmp_path / "run")
+    filler = site.folder / "filler"
+    federation.start()
+    try:
+        federation.wait_for_rounds(1)
+        fill(filler)
+        federation.wait_for_rounds(3)  # round 1 may have been paid already; round 2 falls wholly into it
+    finally:
+        filler.unlink(missing_ok=True)
+    assert federation.end(600) == 0
+    records = federation.rounds()
+    assert [r["outcome"] for r in records] == ["committed"] * 5
+    assert (records[0]["participants"], records[2]["participants"]) == (4, 3)
+    assert 2 not in federation.states(site)
+    assert records[4]["participants"] == 4  # with space again it takes part again
     assert_consistent(federation)
     assert site.lensemble("ledger", "verify", site.folder, check=False).returncode == 0
 

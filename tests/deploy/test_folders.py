@@ -20,11 +20,12 @@ from lensemble_flwr.config import load_config
 from lensemble_flwr.deploy import site_check
 from lensemble_flwr.deploy.bundle import bundle_hash
 from lensemble_flwr.deploy.coordinator_folder import admit, create_coordinator, dismiss, open_coordinator, read_roster
+from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
 from lensemble_flwr.deploy.site_folder import connect_site, create_site
 from lensemble_flwr.deploy.tls import Server, read_authority
-from lensemble_flwr.errors import ConfigError, LensembleError
-from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.errors import ConfigError, LensembleError, PolicyViolation
+from lensemble_flwr.federation.plan import make_plan, round_open
 from lensemble_flwr.federation.policy import Policy, save_policy
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.site_settings import SiteSettings, load_settings
@@ -295,3 +296,50 @@ def test_the_ledgers_head_on_another_disk(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(LensembleError, match="head"):
         site.ledger()
     assert levels(folder, "ledger") == [site_check.BAD]
+
+
+def test_rotating_the_supernode_key_changes_nothing_else(site: Site, tmp_path: Path) -> None:
+    coordinator = create_coordinator(tmp_path / "co", "lab", ["127.0.0.1"], 8000)
+    admit(coordinator, site.folder / "card.json")
+    before = {p.name: p.read_bytes() for p in site.folder.iterdir() if p.is_file()}
+    roster = read_roster(coordinator)
+    assert main(["site", "rotate", str(site.folder)]) == 0
+    after = {p.name: p.read_bytes() for p in site.folder.iterdir() if p.is_file()}
+    assert set(after) == set(before)
+    assert {n for n in after if after[n] != before[n]} == {"supernode.key", "supernode.pub", "card.json"}
+    assert stat.S_IMODE((site.folder / "supernode.key").stat().st_mode) == 0o600
+    assert read_node_key(site.folder / "supernode.key") == (site.folder / "supernode.pub").read_text().strip()
+    assert admit(coordinator, site.folder / "card.json") == "north"  # the same site with another key
+    assert read_roster(coordinator) == roster
+    assert (coordinator.folder / "sites" / "north.pub").read_bytes() == after["supernode.pub"]
+    (site.folder / "supernode.key").unlink()
+    assert main(["site", "rotate", str(site.folder)]) == 0
+    assert read_node_key(site.folder / "supernode.key") != after["supernode.pub"].decode().strip()
+
+
+def test_a_central_budget_does_not_count_on_participants_that_nobody_pinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a coordinator could invent 399 participants and get an update with a thirtieth of the noise."""
+    for name, more, wary in (
+        ("a", [], True),
+        ("b", ["--max-epsilon-central", "2"], True),
+        ("c", ["--max-epsilon-local", "8"], False),
+        ("d", ["--trust-coordinator"], False),
+    ):
+        assert main(["site", "init", str(tmp_path / name), *more]) == 0
+        policy = Site(tmp_path / name).policy
+        assert (policy.require_roster, policy.require_consistency) == (wary, wary)
+        assert (site_check.WARNING in levels(tmp_path / name, "policy")) == (name == "d")
+    config = load_config("experiment=linear")
+    opened = round_open(
+        config,
+        build_task(config),
+        make_plan(config, 4, 17),
+        bytes(32),
+        0,
+        bytes(32),
+        tuple(bytes([i]) * 32 for i in range(1, 5)),
+    )
+    with pytest.raises(PolicyViolation, match="require_roster"):
+        Site(tmp_path / "a").policy.check(opened, None)

@@ -85,6 +85,22 @@ def test_the_expected_end(run: Path) -> None:
         assert read_status(run, 1010).seconds_left == 110.0
 
 
+def test_seconds_by_stage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    stages = ["query.open_round", "query.share_keys", "train.masked_update", "query.unmask"]
+    for record in records:
+        assert list(record["stage_seconds"]) == stages
+        assert sum(record["stage_seconds"].values()) <= record["seconds"] + 0.01
+    for record, seconds in zip(records, (1.0, 2.0, 6.0), strict=True):
+        record |= {"stage_seconds": dict.fromkeys(stages, seconds), "seconds": 4 * seconds + 0.5}
+    del records[1]["stage_seconds"]  # of an older release
+    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["status", str(run)]) == 0
+    assert "unmask 3.5, between 0.5" in capsys.readouterr().out
+    assert main(["status", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stage_seconds"] == {**dict.fromkeys(stages, 3.5), "between": 0.5}
+
+
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 2

@@ -27,15 +27,19 @@ class FakeGrid:
     def get_node_ids(self) -> Iterable[int]:
         return [3, 1, 2]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = []
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.replies: dict[str, Message | None] = {}
         for number, message in enumerate(messages):
             message.metadata.__dict__["_message_id"] = f"m{number}"
             self.sent.append(message)
             reply = self.answer(message)
-            if reply is not None:
-                replies.append(reply)
-        return replies
+            self.replies[f"m{number}"] = reply
+        return list(self.replies)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """One reply a look, so that several looks are needed."""
+        there = [name for name in sorted(message_ids) if self.replies[name] is not None]
+        return [reply for name in there[:1] if (reply := self.replies.pop(name)) is not None]
 
 
 def body_reply(message: Message, body: Any = b"ok") -> Message:
