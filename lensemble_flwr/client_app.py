@@ -42,8 +42,8 @@ def in_simulation() -> bool:
 
 
 @lru_cache(maxsize=4)
-def _task(overrides: tuple[str, ...], data_dir: Path | None = None) -> Task:
-    return build_task(load_config(overrides), data_dir)
+def _task(overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None = None) -> Task:
+    return build_task(load_config(overrides), data_dir, allowed)
 
 
 def _config(context: Context) -> Config:
@@ -79,10 +79,11 @@ def _participant(context: Context) -> SiteParticipant:
     site = _site(context, config, simulation)
     context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
     settings = None if simulation else site.settings
+    allowed = site.policy.allowed_tasks  # as it is now: what a run may make this site import is the site's own rule
     if settings is not None:
-        task, partition = _task(config.overrides, settings.data_folder(site.folder)), settings.participant
+        task, partition = _task(config.overrides, allowed, settings.data_folder(site.folder)), settings.participant
     else:
-        task, partition = _task(config.overrides), int(context.node_config.get("partition-id", 0))
+        task, partition = _task(config.overrides, allowed), int(context.node_config.get("partition-id", 0))
     return SiteParticipant(site, config, task, partition, ContextMemory(context), Runtime(simulation))
 
 

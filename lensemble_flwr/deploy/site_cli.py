@@ -78,7 +78,8 @@ def _prepare(options: argparse.Namespace) -> int:
     site = Site(options.folder.expanduser().absolute())
     settings = real_settings(site)
     os.environ["LENSEMBLE_HOME"] = str(site.folder / "home")
-    task = build_task(load_config(options.overrides), settings.data_folder(site.folder))
+    allowed = site.policy.allowed_tasks  # overrides come from the coordinator as often as not
+    task = build_task(load_config(options.overrides), settings.data_folder(site.folder), allowed)
 
     def tell(what: str, done: int, total: int) -> None:
         if done >= total or done * 4 // total != (done - 1) * 4 // total:
