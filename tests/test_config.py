@@ -66,7 +66,7 @@ def test_default_is_quickstart() -> None:
         ("seed=-1", ">= 0"),
         ("seed", "key=value"),
         ("diloco.rounds=[1", "cannot be read"),
-        ("task=nothing", "Choose one of"),
+        ("task=No", "Choose one of"),
     ],
 )
 def test_mistakes_are_one_clear_line(overrides: str, says: str) -> None:

@@ -32,9 +32,9 @@ class Classifier(Recipe):
 
     headline, rehearsal_metric = "accuracy", "error_rate"
     metrics = {  # noqa: RUF012 (never changed)
-        "accuracy": MetricLabel("accuracy on all digits", lower_is_better=False),
-        "error_rate": MetricLabel("error rate on all digits", lower_is_better=True),
+        "accuracy": MetricLabel("held-out accuracy", "share of pictures", lower_is_better=False),
         "loss": MetricLabel("held-out loss", "nats", lower_is_better=True),
+        "error_rate": MetricLabel("held-out error rate", "share of pictures", lower_is_better=True),
     }
 
     def build_model(self) -> nn.Module:

@@ -40,8 +40,9 @@ class Metric:
         return "lower is better" if self.lower_is_better else "higher is better"
 
     def change(self, before: float, after: float) -> str:
-        """How ``after`` stands to ``before`` in words; a share of an R2 would mean nothing, so that is a difference."""
-        if not self.name.endswith("r2"):
+        """How ``after`` stands to ``before`` in words; a difference where more is better (R2, accuracy): twice as much
+        as almost nothing would mean nothing."""
+        if self.lower_is_better is not False:
             return change(before, after)
         if not (math.isfinite(before) and math.isfinite(after)):
             return ""
@@ -107,7 +108,11 @@ def _split(name: str) -> tuple[str, str]:
 def ordered(names: Iterable[str], labels: Labels | None = None) -> list[Metric]:
     """The metrics of these names: what matters most first, other environments after the run's own, unknown last."""
 
+    own = {name: i - len(labels) for i, name in enumerate(labels)} if labels else {}
+
     def rank(name: str) -> tuple[bool, int, str]:
+        if name in own:  # as the task lists them
+            return False, own[name], name
         base, place = _split(name)
         return bool(place), _ORDER.get(base, len(_ORDER)), name
 
