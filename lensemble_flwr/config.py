@@ -500,7 +500,7 @@ def _load(overrides: tuple[str, ...]) -> Config:
 
 def _addable(override: str) -> str:
     """A task's own options are the one group whose keys are not known beforehand."""
-    return f"++{override}" if override.startswith("task_options.") else override
+    return f"++{override}" if override.startswith(("task_options.", "task_options=")) else override
 
 
 def _refuse_interpolations(value: Any) -> None:

@@ -57,6 +57,7 @@ def test_overrides_set_options_and_count_in_the_hash() -> None:
     config, digest = hashed("task_options.width=64 task_options.deep.er=[1,2] task_options.name=x")
     assert config.task_options == options_from({"width": 64, "deep": {"er": [1, 2]}, "name": "x"}, "")
     assert digest == hashed("task_options.name=x 'task_options.deep={er: [1, 2]}' task_options.width=64")[1]
+    assert digest == hashed("'task_options={deep: {er: [1, 2]}, width: 64, name: x}'")[1]
     assert digest != hashed("task_options.width=64.0 task_options.deep.er=[1,2] task_options.name=x")[1]
     assert resolved(config)["task_options"]["width"] == 64
     assert hash(config) == hash(dataclasses.replace(config))

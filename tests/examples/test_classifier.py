@@ -61,9 +61,11 @@ def test_together_with_noise_they_read_more_than_each_alone() -> None:
         task,
         config,
         plan,
-        lambda theta, site, opened: task.local_update(
-            theta, site, None, steps=opened.inner_steps, sketch_seed=0, round_index=opened.round
-        ).theta,
+        lambda theta, site, opened: (
+            task.local_update(
+                theta, site, None, steps=opened.inner_steps, sketch_seed=0, round_index=opened.round
+            ).theta
+        ),
         noisy=True,
     )
     together = task.evaluate(theta)["accuracy"]
