@@ -408,6 +408,7 @@ class Display:
         self._live = out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._metrics: list[str] | None = None
         self._headline: str | None = None
+        self._labels: Any = None
         self._now, self._since, self._drawn = "", clock(), False
         self._doing("starting Flower")
 
@@ -476,7 +477,7 @@ class Display:
         )
 
     def _on_start(self, event: dict[str, Any]) -> None:
-        self._headline = event.get("headline")
+        self._headline, self._labels = event.get("headline"), event.get("labels")
         self._row(event.get("metrics") or {}, "start")
 
     def _on_round_open(self, event: dict[str, Any]) -> None:
@@ -504,8 +505,10 @@ class Display:
     def _row(self, metrics: dict[str, Any], *cells: str) -> None:
         if self._metrics is None:
             from lensemble_flwr.reporting.metrics import ordered
+            from lensemble_flwr.reporting.run_data import labels_from
 
-            shown = sorted(ordered(metrics), key=lambda metric: metric.name != self._headline)[:2]
+            known = ordered(metrics, labels_from(self._labels or {}))
+            shown = sorted(known, key=lambda metric: metric.name != self._headline)[:2]
             self._metrics = [metric.name for metric in shown]
             head = ["round", "outcome", "in sum", "eps central", "eps local", "MB", "time", *(m.short for m in shown)]
             self._widths = [max(len(h), w) for h, w in zip(head, (5, 9, 7, 8, 8, 8, 8, 8, 8), strict=False)]

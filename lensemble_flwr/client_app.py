@@ -42,8 +42,8 @@ def in_simulation() -> bool:
 
 
 @lru_cache(maxsize=4)
-def _task(overrides: tuple[str, ...], data_dir: Path | None = None) -> Task:
-    return build_task(load_config(overrides), data_dir)
+def _task(overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None = None) -> Task:
+    return build_task(load_config(overrides), data_dir, allowed)
 
 
 class LateTask:
@@ -53,8 +53,8 @@ class LateTask:
     unmasking are answered without torch and without reading a data set.
     """
 
-    def __init__(self, overrides: tuple[str, ...], data_dir: Path | None = None) -> None:
-        self._build = partial(_task, overrides, data_dir)
+    def __init__(self, overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None = None) -> None:
+        self._build = partial(_task, overrides, allowed, data_dir)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._build(), name)
@@ -93,10 +93,12 @@ def _participant(context: Context) -> SiteParticipant:
     site = _site(context, config, simulation)
     context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
     settings = None if simulation else site.settings
+    allowed = site.policy.allowed_tasks  # as it is now: what a run may make this site import is the site's own rule
     if settings is not None:
-        task, partition = LateTask(config.overrides, settings.data_folder(site.folder)), settings.participant
+        data_dir = settings.data_folder(site.folder)
+        task, partition = LateTask(config.overrides, allowed, data_dir), settings.participant
     else:
-        task, partition = LateTask(config.overrides), int(context.node_config.get("partition-id", 0))
+        task, partition = LateTask(config.overrides, allowed), int(context.node_config.get("partition-id", 0))
     return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), Runtime(simulation))
 
 

@@ -20,7 +20,7 @@ from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
 from lensemble_flwr.federation.rings import RingCost, ring_costs, ring_line
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Progress, Task
-from lensemble_flwr.federation.tasks import build_task
+from lensemble_flwr.federation.tasks import build_task, own_choice
 from lensemble_flwr.home import sites_folder
 from lensemble_flwr.privacy.claims import Claim, claim_grade, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
@@ -251,7 +251,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
     Raises:
         ConfigError: the configuration cannot work (infeasible target, ring too coarse).
     """
-    task = build_task(config)
+    task = build_task(config, allowed=own_choice(config))
     task.prepare(progress)
     plan = make_plan(config, config.federation.participants, task.dimension)
     opened = _specimen(config, plan, None)
@@ -291,7 +291,7 @@ def check_plan(config: Config) -> Plan:
     Raises:
         ConfigError: the configuration cannot work (infeasible target, ring too coarse).
     """
-    return make_plan(config, config.federation.participants, build_task(config).dimension)
+    return make_plan(config, config.federation.participants, build_task(config, allowed=own_choice(config)).dimension)
 
 
 def estimated_seconds(config: Config, progress: Progress | None = None) -> float:
@@ -301,7 +301,7 @@ def estimated_seconds(config: Config, progress: Progress | None = None) -> float
         ConfigError: as :func:`check_plan`.
     """
     plan = check_plan(config)
-    task = build_task(config)
+    task = build_task(config, allowed=own_choice(config))
     task.prepare(progress)
     _, update_seconds = _timed_update(task, config)
     rehearsal = _rehearsal_seconds(config, plan, update_seconds) if config.privacy.enabled else 0.0

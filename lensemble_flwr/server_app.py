@@ -24,7 +24,7 @@ from lensemble_flwr.federation.manifest import RunManifest, new_manifest
 from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.roster import Roster, load_roster
 from lensemble_flwr.federation.run_folder import RunFolder
-from lensemble_flwr.federation.tasks import build_task
+from lensemble_flwr.federation.tasks import build_task, own_choice
 from lensemble_flwr.home import output_folder, sites_folder
 from lensemble_flwr.json_log import bind, log_context
 from strategies import SecureDiLoCo
@@ -77,7 +77,7 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> 
     emit("run", {"output_dir": str(folder.path), **run})
     folder.log("run", run)
 
-    task = build_task(config)
+    task = build_task(config, allowed=own_choice(config))
     task.prepare(lambda what, done, total: emit("progress", {"what": what, "done": done, "total": total}))
     plan = make_plan(config, config.federation.participants, task.dimension)
     rows, grade, why_not = claim_rows(config, plan, simulation)

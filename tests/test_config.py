@@ -22,7 +22,7 @@ def test_default_is_quickstart() -> None:
     [
         ("foo=1", "Unknown key 'foo'"),
         ("diloco.round=3", "Did you mean diloco.rounds?"),
-        ("experiment=zz", "Choose one of: linear, quickstart, silos"),
+        ("experiment=zz", "Choose one of: classifier, linear, quickstart, silos"),
         ("diloco.rounds=x", "whole number"),
         ("diloco.rounds=1.5", "whole number"),
         ("diloco.rounds=true", "whole number"),
@@ -66,7 +66,7 @@ def test_default_is_quickstart() -> None:
         ("seed=-1", ">= 0"),
         ("seed", "key=value"),
         ("diloco.rounds=[1", "cannot be read"),
-        ("task=nothing", "Choose one of"),
+        ("task=No", "Choose one of"),
     ],
 )
 def test_mistakes_are_one_clear_line(overrides: str, says: str) -> None:

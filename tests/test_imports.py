@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module may import from its own layer's package and from lower layers.
 LAYERS = [
     {"lensemble_flwr.errors"},
+    {"lensemble_flwr.options"},
     {"lensemble_flwr.config", "lensemble_flwr.durable", "lensemble_flwr.json_log", "lensemble_flwr.processes"},
     {"lensemble_flwr.home"},
     {"lensemble_flwr.compiled"},
@@ -25,6 +26,7 @@ LAYERS = [
         "lensemble_flwr.secagg",
     },
     {"lensemble_flwr.federation"},
+    {"lensemble_flwr.examples"},
     {"lensemble_flwr.sweep"},
     {"clients"},
     {"strategies"},

@@ -93,9 +93,10 @@ def _renew(options: argparse.Namespace) -> int:
 
 def _public(options: argparse.Namespace) -> int:
     from lensemble_flwr.config import load_config
-    from lensemble_flwr.federation.tasks import build_task
+    from lensemble_flwr.federation.tasks import build_task, own_choice
 
-    task = build_task(load_config(options.overrides))
+    config = load_config(options.overrides)
+    task = build_task(config, allowed=own_choice(config))
     task.prepare(lambda what, done, total: print(f"{what}: {done}/{total}", file=sys.stderr) if done >= total else None)
     with file_errors(options.folder, "write"):
         options.folder.mkdir(parents=True, exist_ok=True)

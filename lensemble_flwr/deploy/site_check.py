@@ -86,8 +86,8 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
             found.add(
                 WARNING,
                 "policy",
-                "only the central budget is limited and nobody has to be pinned: a coordinator that invents participants "
-                "sees this site's update with little noise. Set require_roster and require_consistency, or "
+                "only the central budget is limited and nobody has to be pinned: a coordinator that invents "
+                "participants sees this site's update with little noise. Set require_roster and require_consistency, or "
                 "max_epsilon_local",
             )
     with found.about("ledger"):
@@ -122,6 +122,7 @@ def in_words(policy: Policy) -> Iterator[str]:
     yield "a federation of two: " + (
         "ALLOWED (the peer sees this site's noised update)" if policy.allow_two_party else "refused"
     )
+    yield "tasks besides the built-in ones: " + (", ".join(policy.allowed_tasks) or "refused")
     limits = [
         f"at least {policy.min_roster} participants",
         f"sums of at least {policy.min_survivors}",
@@ -239,7 +240,10 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
     before = len(found.lines)
     for violation in policy.run_violations(config, site.coordinators()):
         found.add(BAD, "run", violation.message)
-    task = build_task(config, settings.data_folder(site.folder) if settings is not None else None)
+        if violation.fields.get("rule") == "allowed_tasks":
+            return  # nothing of it is imported here, so there is no more to say
+    data_dir = settings.data_folder(site.folder) if settings is not None else None
+    task = build_task(config, data_dir, policy.allowed_tasks)
     n = config.federation.participants
     with found.about("data"):
         hashes = task.episode_hashes(settings.participant if settings is not None else 0)

@@ -38,7 +38,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder.expanduser().absolute()
     budgets = (options.max_epsilon_local, options.max_epsilon_central)
-    # A central budget counts on the others' noise: a coordinator that invents the others would pay with this site's data.
+    # A central budget counts on the others' noise, and a coordinator could invent the others.
     wary = options.max_epsilon_local is None and not options.trust_coordinator
     policy = Policy(
         max_epsilon_local=options.max_epsilon_local,
@@ -84,7 +84,8 @@ def _prepare(options: argparse.Namespace) -> int:
     site = Site(options.folder.expanduser().absolute())
     settings = real_settings(site)
     os.environ["LENSEMBLE_HOME"] = str(site.folder / "home")
-    task = build_task(load_config(options.overrides), settings.data_folder(site.folder))
+    allowed = site.policy.allowed_tasks  # overrides come from the coordinator as often as not
+    task = build_task(load_config(options.overrides), settings.data_folder(site.folder), allowed)
 
     def tell(what: str, done: int, total: int) -> None:
         if done >= total or done * 4 // total != (done - 1) * 4 // total:

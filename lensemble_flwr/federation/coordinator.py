@@ -7,6 +7,7 @@ index advances). There is never a partial sum.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -210,8 +211,9 @@ class Coordinator:
         )
         self.folder.save_checkpoint(start)
         metrics = self._evaluate(theta)
-        self.folder.write_start(metrics, self.task.headline)
-        self.on_event("start", {"metrics": metrics, "headline": self.task.headline})
+        labels = {name: dataclasses.asdict(label) for name, label in self.task.metrics.items()}
+        self.folder.write_start(metrics, self.task.headline, labels)
+        self.on_event("start", {"metrics": metrics, "headline": self.task.headline, "labels": labels})
         return start
 
     def _evaluate(self, theta: np.ndarray) -> dict[str, float | None]:

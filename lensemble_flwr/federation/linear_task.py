@@ -7,13 +7,14 @@ the error of a model is known. No torch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ContractViolation
-from lensemble_flwr.federation.task import LocalResult, Progress, Slice
+from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 
 FEATURES, POINTS = 16, 40
 
@@ -22,6 +23,7 @@ class LinearTask:
     """See the module. theta = (w in R^16, bias)."""
 
     headline = rehearsal_metric = "heldout_error"
+    metrics: Mapping[str, MetricLabel] = {}
 
     def __init__(self, config: Config) -> None:
         self.layout: tuple[Slice, ...] = (Slice("weight", (FEATURES,), 0), Slice("bias", (1,), FEATURES))

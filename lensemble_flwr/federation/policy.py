@@ -11,12 +11,12 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lensemble_flwr.config import Config
+from lensemble_flwr.config import BUILT_IN_TASKS, DOTTED_TASK, NAMED_TASK, Config
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ConfigError, PolicyViolation
 from lensemble_flwr.federation.records import Guarantee, RoundOpen
@@ -56,6 +56,8 @@ RULES = {
     "allowed_coordinators": "SHA-256 fingerprints of the certificate authorities that ca.crt may hold; null: any.",
     "allowed_fabs": "SHA-256 hashes of the apps that may run here, judged by bin/flwr-clientapp before any line of\n"
     "the app runs; []: none; any: whatever a submitter sends. A real site must have this rule.",
+    "allowed_tasks": "Tasks of this site's own installation that a run may ask for, besides the built-in ones:\n"
+    "package.module:Class, or the name of an entry point. Their code runs here, on this site's data. []: none.",
     "log_releases": "Keep a copy of every (noised) release at the site, for audits.",
     "require_roster": "Refuse rounds while no roster is pinned here (lensemble site roster).",
     "require_consistency": "Refuse rounds in which the members do not compare what they were shown.",
@@ -98,6 +100,7 @@ class Policy:
     dataset: str | None = None
     allowed_coordinators: tuple[str, ...] | None = None
     allowed_fabs: tuple[str, ...] | str | None = None
+    allowed_tasks: tuple[str, ...] = ()
     log_releases: bool = False
     require_roster: bool = False
     require_consistency: bool = False
@@ -126,6 +129,9 @@ class Policy:
             for item in rule or ():
                 if not _HASH.fullmatch(item):
                     raise _wrong(name, f"{item!r} is not a SHA-256 hash (64 lower-case hex digits, in quotes)")
+        for task in self.allowed_tasks:
+            if not (DOTTED_TASK.fullmatch(task) or NAMED_TASK.fullmatch(task)):
+                raise _wrong("allowed_tasks", f"{task!r} is neither package.module:Class nor an entry point's name")
         finite = self.max_epsilon_local is not None or self.max_epsilon_central is not None
         if not finite and not self.unlimited:
             raise _wrong(
@@ -224,6 +230,9 @@ class Policy:
 
     def run_violations(self, config: Config, coordinators: Sequence[str]) -> Iterator[PolicyViolation]:
         """Every rule that :meth:`check_run` finds broken."""
+        violation = forbidden_task(config.task, self.allowed_tasks)
+        if violation is not None:
+            yield violation
         if self.dataset is not None and config.data.name != self.dataset:
             yield _forbids("dataset", f"it asks for the data set {config.data.name!r}")
         if self.allowed_coordinators is not None:
@@ -240,6 +249,13 @@ def _wrong(rule: str, text: str, remediation: str = "") -> ConfigError:
 
 def _forbids(rule: str, text: str) -> PolicyViolation:
     return PolicyViolation(f"The site's rule {rule} forbids this round: {text}.", rule=rule)
+
+
+def forbidden_task(task: str, allowed: Collection[str]) -> PolicyViolation | None:
+    """Why a task may not be imported; names are compared whole, so there is no pattern to slip through."""
+    if task in BUILT_IN_TASKS or task in allowed:
+        return None
+    return _forbids("allowed_tasks", f"it asks for the task {task!r}")
 
 
 def load_policy(path: Path) -> Policy:
@@ -307,6 +323,7 @@ def simulated_policy(config: Config) -> Policy:
         allow_replay=True,
         allow_two_party=config.secagg.allow_two_party,
         allow_sampling=True,
+        allowed_tasks=() if config.task in BUILT_IN_TASKS else (config.task,),
         min_roster=2 if config.secagg.allow_two_party else 3,
     )
 

@@ -180,9 +180,11 @@ class RunFolder:
         with contextlib.suppress(OSError), open(self.path / "coordinator.log", "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def write_start(self, metrics: dict[str, float | None], headline: str) -> None:
+    def write_start(
+        self, metrics: dict[str, float | None], headline: str, labels: dict[str, dict[str, Any]] | None = None
+    ) -> None:
         """Keep the evaluation of the model that the run starts from (``evaluation.json``)."""
-        record = {"schema_version": SCHEMA_VERSION, "headline": headline, "start": metrics}
+        record = {"schema_version": SCHEMA_VERSION, "headline": headline, "start": metrics, "labels": labels or {}}
         atomic_write(self.path / "evaluation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)
 
     def checkpoint_path(self, index: int) -> Path:

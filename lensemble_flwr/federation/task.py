@@ -6,7 +6,7 @@ The round knows a task as a flat float32 vector theta with a name for each slice
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,21 @@ class LocalResult:
     state: bytes
 
 
+@dataclass(frozen=True)
+class MetricLabel:
+    """What a metric is called in tables and reports.
+
+    Attributes:
+        label: in words, for a sentence and a column ("held-out accuracy").
+        unit: empty if it has none.
+        lower_is_better: None if neither is.
+    """
+
+    label: str
+    unit: str = ""
+    lower_is_better: bool | None = None
+
+
 class Task(Protocol):
     """One kind of model on one kind of data, built from a Config (:mod:`.tasks`); the same at every party."""
 
@@ -46,6 +61,8 @@ class Task(Protocol):
     """The metric that says whether training helped."""
     rehearsal_metric: str
     """The metric that public rehearsals are judged by, on public data like theirs; lower is better."""
+    metrics: Mapping[str, MetricLabel]
+    """Labels of metrics that reports do not know by themselves."""
 
     @property
     def base_hash(self) -> bytes:

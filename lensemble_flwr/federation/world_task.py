@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from lensemble_flwr.data.store import LanderData, ShardSource, ensure_dataset, o
 from lensemble_flwr.data.windows import without
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
-from lensemble_flwr.federation.task import LocalResult, Progress, Slice
+from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.gauge.align import FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
 from lensemble_flwr.home import cache_lock, home
@@ -45,6 +46,7 @@ class WorldTask:
     """See the module. Everything public is cached below the home folder; participants only read."""
 
     rehearsal_metric = "r5_nominal"
+    metrics: Mapping[str, MetricLabel] = {}
 
     def __init__(self, config: Config, data_dir: Path | None = None) -> None:
         """``data_dir``: where a real site's own recordings lie; simulated participants share the home folder's."""

@@ -147,7 +147,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def _determinism(wanted: bool, device: torch.device) -> Iterator[None]:
+def determinism(wanted: bool, device: torch.device) -> Iterator[None]:
+    """Only deterministic kernels inside, if wanted.
+
+    Raises:
+        ConfigError: a GPU that was not prepared for it.
+    """
     if not wanted:
         yield
         return
@@ -282,7 +287,7 @@ def inner_steps(
     device = resolve_device(spec.device)
     head = head_from_state(state.head_spec, model.spec, state.head)
     layout.write(model, theta)
-    with _determinism(spec.deterministic, device):
+    with determinism(spec.deterministic, device):
         if layout.surface == "adapter" and spec.optimizer == "sgd" and not spec.batch_size and not spec.head_lr:
             return _closed(model, layout, data, head, state, steps, spec)
         try:

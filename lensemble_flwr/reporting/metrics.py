@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from lensemble_flwr.federation.task import MetricLabel
 from lensemble_flwr.reporting.run_data import RunData
 from lensemble_flwr.reporting.wording import change, clean, figure
 
@@ -39,8 +40,9 @@ class Metric:
         return "lower is better" if self.lower_is_better else "higher is better"
 
     def change(self, before: float, after: float) -> str:
-        """How ``after`` stands to ``before`` in words; a share of an R2 would mean nothing, so that is a difference."""
-        if not self.name.endswith("r2"):
+        """How ``after`` stands to ``before`` in words; a difference where more is better (R2, accuracy): twice as much
+        as almost nothing would mean nothing."""
+        if self.lower_is_better is not False:
             return change(before, after)
         if not (math.isfinite(before) and math.isfinite(after)):
             return ""
@@ -71,8 +73,16 @@ _ORDER = {m.name: i for i, m in enumerate(_KNOWN)}
 _PLACES = {"nominal": "nominal", "shifted": "shifted"}
 
 
-def describe(name: str) -> Metric:
-    """The metric of that name; ``r5_nominal`` and the like are the same figure in another environment."""
+Labels = Mapping[str, MetricLabel]
+"""What a run's own task calls its metrics."""
+
+
+def describe(name: str, labels: Labels | None = None) -> Metric:
+    """The metric of that name: as its task calls it, or as it is known here; ``r5_nominal`` and the like are the same
+    figure in another environment."""
+    if labels and name in labels:
+        own = labels[name]
+        return Metric(name, clean(own.label), clean(own.label), clean(own.unit), own.lower_is_better)
     base, place = _split(name)
     if base in _BY_NAME:
         known = replace(_BY_NAME[base], name=name)
@@ -95,14 +105,18 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def ordered(names: Iterable[str]) -> list[Metric]:
+def ordered(names: Iterable[str], labels: Labels | None = None) -> list[Metric]:
     """The metrics of these names: what matters most first, other environments after the run's own, unknown last."""
 
+    own = {name: i - len(labels) for i, name in enumerate(labels)} if labels else {}
+
     def rank(name: str) -> tuple[bool, int, str]:
+        if name in own:  # as the task lists them
+            return False, own[name], name
         base, place = _split(name)
         return bool(place), _ORDER.get(base, len(_ORDER)), name
 
-    return [describe(name) for name in sorted(set(names), key=rank)]
+    return [describe(name, labels) for name in sorted(set(names), key=rank)]
 
 
 def metrics_of(run: RunData, latent: bool = False) -> list[Metric]:
@@ -110,7 +124,7 @@ def metrics_of(run: RunData, latent: bool = False) -> list[Metric]:
     names = set(run.start)
     for record in run.rounds:
         names |= set(record.metrics)
-    found = [m for m in ordered(names) if m.latent == latent]
+    found = [m for m in ordered(names, run.labels) if m.latent == latent]
     if not latent:
         found.sort(key=lambda m: m.name != run.headline)
     return found

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lensemble_flwr.errors import ArtifactError
 from lensemble_flwr.federation.manifest import RunManifest, read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.federation.task import MetricLabel
 
 RECORD_SCHEMA = 1
 COMMITTED, BURNT = "committed", "burnt"
@@ -110,6 +111,8 @@ class RunData:
     headline: str
     """The metric that the run's task tells its outcome in; empty if not stored."""
     baselines: tuple[Baseline, ...]
+    labels: dict[str, MetricLabel] = field(default_factory=dict)
+    """What the run's own task calls its metrics."""
 
     # ---------------------------------------------------------------- what was asked for
 
@@ -224,6 +227,7 @@ def load_run(folder: Path | str) -> RunData:
         start=_metrics(folder / "evaluation.json", start.get("start")) if start is not None else {},
         headline=_headline(folder / "evaluation.json", start),
         baselines=_baselines(folder / "baselines.json", baselines) if baselines is not None else (),
+        labels=_labels(folder / "evaluation.json", start),
     )
     # Read every key once: a report must not fail halfway.
     _ = run.experiment, run.task, run.planned_rounds, run.guarantee, run.surface
@@ -268,6 +272,29 @@ def _headline(path: Path, tree: dict[str, Any] | None) -> str:
     if not isinstance(name, str):
         _damaged(path, "headline is not text")
     return name
+
+
+def _labels(path: Path, tree: dict[str, Any] | None) -> dict[str, MetricLabel]:
+    found = (tree or {}).get("labels", {})
+    try:
+        return labels_from(found)
+    except (TypeError, AttributeError):
+        _damaged(path, "labels are not what a task says of its metrics")
+
+
+def labels_from(tree: Any) -> dict[str, MetricLabel]:
+    """The labels of metrics as a run's records hold them.
+
+    Raises:
+        TypeError, AttributeError: they are something else.
+    """
+    labels = {name: MetricLabel(**fields) for name, fields in tree.items()}
+    for label in labels.values():
+        if type(label.label) is not str or type(label.unit) is not str:
+            raise TypeError("a label is not text")
+        if label.lower_is_better is not None and type(label.lower_is_better) is not bool:
+            raise TypeError("lower_is_better is not true, false or null")
+    return labels
 
 
 def _metrics(path: Path, tree: Any) -> dict[str, float]:

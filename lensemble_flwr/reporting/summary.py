@@ -169,7 +169,7 @@ def comparison(run: RunData) -> tuple[list[Metric], list[Comparison]]:
     own = metrics_of(run)
     known = {m.name for m in own}
     extra = {name for b in baselines for name in b.metrics} - known
-    return own + [m for m in ordered(extra) if not m.latent], rows
+    return own + [m for m in ordered(extra, run.labels) if not m.latent], rows
 
 
 def rounds_rows(run: RunData) -> tuple[list[str], list[list[str]]]:

@@ -137,7 +137,8 @@ class SweepData:
         runs = [row.run for row in self.rows if row.run is not None]
         names = {name for run in runs for name in (*run.start, *run.final)}
         first = metrics_of(runs[0])[:1] if runs else []
-        return first + [m for m in ordered(names) if m.name not in {f.name for f in first}]
+        labels = runs[0].labels if runs else {}
+        return first + [m for m in ordered(names, labels) if m.name not in {f.name for f in first}]
 
     @property
     def group_keys(self) -> list[str]:

@@ -46,8 +46,8 @@ def spent(name: str, rounds: list, delta: float) -> float:
 
 @pytest.mark.parametrize("case", by_id("closed", "hetero_closed", "sub1_closed", "sub_composed", "published"))
 def test_oracle_epsilon(case):
-    # The oracles trust Fourier transforms to the last bit. Their rounding is charged to delta here, so that below 1e-8 or
-    # so the Renyi bound takes over: a transform's noise is then as large as delta.
+    # The oracles trust Fourier transforms to the last bit. Their rounding is charged to delta here, so that the Renyi
+    # bound takes over below 1e-8 or so, where a transform's noise is as large as delta.
     composed = any(rate < 1.0 for _, rate, _ in case["rounds"])
     room = 1.0 if not composed else 1.0 + 2e-5 if case["delta"] >= 1e-8 else 1.15
     assert case["lo"] <= spent("prv", case["rounds"], case["delta"]) <= case["hi"] * room

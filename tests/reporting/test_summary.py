@@ -247,3 +247,23 @@ def test_clean_text_has_one_line_and_no_controls(text: str) -> None:
     shown = wording.clean(text)
     assert len(shown) == len(text)
     assert shown.isprintable()
+
+
+def test_a_task_names_its_own_metrics(own: Own) -> None:
+    folder = own("private")
+    path = folder / "evaluation.json"
+    tree = json.loads(path.read_text())
+    tree["labels"] = {
+        "r1": {"label": "the first\u202e\x1b[2J", "unit": "", "lower_is_better": False},
+        "r5": {"label": "the fifth", "unit": "m", "lower_is_better": True},
+    }
+    path.write_text(json.dumps(tree))
+    run = load_run(folder)
+    chief = primary(run)
+    assert chief is not None
+    assert (chief.name, chief.label, chief.unit) == ("r5", "the fifth", "m")
+    first, second = ordered(["r5", "r1", "state_probe_r2"], run.labels)[:2]
+    assert (first.name, second.name) == ("r1", "r5")  # as the task lists them
+    assert "\x1b" not in first.label
+    assert "\u202e" not in first.label
+    assert first.change(0.05, 0.7) == "0.650 higher"
