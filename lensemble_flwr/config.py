@@ -86,7 +86,10 @@ class FederationConfig:
             f"federation.participants={self.participants}.",
             f"For {self.participants} participants set also, for example, "
             f"federation.min_participants={max(3, math.ceil(0.8 * self.participants))} "
-            f"secagg.min_survivors={max(3, math.ceil(0.8 * self.participants))}.",
+            f"secagg.min_survivors={max(3, math.ceil(0.8 * self.participants))}."
+            if self.participants > 2
+            else "Two participants cannot hide from each other: use three, or set secagg.allow_two_party=true "
+            "federation.min_participants=2 secagg.min_survivors=2.",
         )
         _positive("federation.timeout_s", self.timeout_s)
         _positive("federation.join_timeout_s", self.join_timeout_s)

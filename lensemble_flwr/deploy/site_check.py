@@ -87,8 +87,8 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
                 WARNING,
                 "policy",
                 "only the central budget is limited and nobody has to be pinned: a coordinator that invents "
-                "participants sees this site's update with little noise. Set require_roster and require_consistency, or "
-                "max_epsilon_local",
+                "participants sees this site's update with little noise. Set require_roster and require_consistency, "
+                "or max_epsilon_local",
             )
     with found.about("ledger"):
         _ledger(found, site, policy)

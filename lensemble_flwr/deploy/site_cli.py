@@ -13,7 +13,7 @@ from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
 from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, rotate_node_key, write_shim
 from lensemble_flwr.deploy.site_roster import show_or_change
-from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
@@ -37,6 +37,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder.expanduser().absolute()
+    if options.participant < 0:
+        raise ConfigError(f"--participant {options.participant} must be at least 0.")
     budgets = (options.max_epsilon_local, options.max_epsilon_central)
     # A central budget counts on the others' noise, and a coordinator could invent the others.
     wary = options.max_epsilon_local is None and not options.trust_coordinator
@@ -55,6 +57,7 @@ def _init(options: argparse.Namespace) -> int:
     settings = SiteSettings(folder.name, data, options.participant, "", options.runtime_port, head)
     site = create_site(folder, settings, policy)
     print(f"The site {settings.name} is in {folder}.")
+    print(f"Data:          participant {options.participant} of {data} (--participant; each site takes another)")
     print(f"Identity:      {site.identity.hex()}")
     print(f"SuperNode key: {read_node_key(folder / 'supernode.key')}")
     print(f"1. Read and change its rules:   {folder / 'policy.yaml'}")

@@ -549,8 +549,9 @@ class Coordinator:
             )
         return PrivacyBudgetExceeded(
             f"Round {index} was refused: a participant's privacy budget does not allow it.{text}",
-            "Committed rounds stay committed and the checkpoint is written. The sites' ledgers count all their runs "
-            "(lensemble ledger show SITE): raise the budget in a site's policy file, or stop here.",
+            "Committed rounds stay committed and the checkpoint is written. More rounds take a larger "
+            "privacy.target_epsilon in a new run, or, where a site's own budget is spent (lensemble ledger show SITE), "
+            "a larger one in its policy file.",
             round=index,
             epsilon_budget=privacy.target_epsilon,
             delta=privacy.target_delta,

@@ -78,7 +78,10 @@ def ring_line(bits: int, costs: list[RingCost], against: str = "the noise") -> s
         return text
     if best.bits < bits:
         saved = 1 - best.wire_bytes / own.wire_bytes
-        return f"{text}. secagg.ring_bits={best.bits} would send {saved:.0%} less at no loss to speak of"
+        return (
+            f"{text}. secagg.ring_bits={best.bits} would make the masked vector ({own.wire_bytes:,} bytes, a part of "
+            f"what is sent) {saved:.0%} shorter at no loss to speak of"
+        )
     return f"{text}. WARNING: too coarse; use secagg.ring_bits={best.bits}"
 
 

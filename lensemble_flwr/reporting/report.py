@@ -337,7 +337,9 @@ def _sentence_case(words: str) -> str:
 
 def _configuration(run: RunData) -> Markup:
     manifest = run.manifest
-    given = {str(o).partition("=")[0] for o in manifest.overrides}
+    # What the launcher adds names folders of this machine, and nobody set it.
+    shown = [str(o) for o in manifest.overrides if not str(o).startswith(("output_dir=", "federation.sites_dir="))]
+    given = {o.partition("=")[0] for o in shown}
     top: dict[str, Any] = {}
     groups: list[tuple[str, dict[str, Any]]] = []
     for key, value in manifest.config.items():
@@ -351,8 +353,8 @@ def _configuration(run: RunData) -> Markup:
         for name, values in groups
     ]
     sections.append(_settings("Derived for each round", _flattened(manifest.plan), set(), ""))
-    if manifest.overrides:
-        intro: Child = ["Set for this run, in bold below: ", el("code", " ".join(str(o) for o in manifest.overrides))]
+    if shown:
+        intro: Child = ["Set for this run, in bold below: ", el("code", " ".join(shown))]
     else:
         intro = "Nothing was overridden: every value is the experiment's default."
     return el("section", el("h2", "Configuration"), el("p", intro), el("div", sections, class_="settings"))

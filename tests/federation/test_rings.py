@@ -55,7 +55,8 @@ def test_recommendation() -> None:
     fine, middle, coarse = RingCost(32, 1e-9, 1e-18, 400), RingCost(24, 1e-6, 1e-12, 300), RingCost(16, 1e-3, 0.1, 200)
     assert recommended([coarse, middle, fine]) is middle
     assert recommended([coarse]) is None
-    assert "secagg.ring_bits=24 would send 25% less" in ring_line(32, [coarse, middle, fine])
+    assert "secagg.ring_bits=24 would make the masked vector" in ring_line(32, [coarse, middle, fine])
+    assert "25% shorter" in ring_line(32, [coarse, middle, fine])
     assert "WARNING" in ring_line(16, [coarse, middle, fine])
     for said in (ring_line(24, [coarse, middle, fine]), ring_line(16, [coarse]), ring_line(32, [])):
         assert "ring_bits=" not in said
