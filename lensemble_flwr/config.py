@@ -498,7 +498,7 @@ def _load(overrides: tuple[str, ...]) -> Config:
         key, value = override.split("=", 1)
         _require(
             re.fullmatch(r"[A-Za-z0-9_.]*", key) is not None,
-            f"The override {override!r} has a key that is none.",
+            f"Unknown key {key!r}.",
             "Only existing keys can be set: key=value.",
         )
         _require(
