@@ -225,9 +225,15 @@ class Preflight:
         return (
             f"rehearsal on public data: {rehearsal.verdict}, noise adds {_percent(rehearsal.cost)} of the start's "
             f"{rehearsal.metric} ({rehearsal.start:.3g} at the start, {rehearsal.noiseless:.3g} without noise, "
-            f"{rehearsal.noisy:.3g} with); signal-to-noise there {rehearsal.signal_to_noise:.2g}, median norm of an "
-            f"update {rehearsal.median_norm:.3g}"
+            f"{rehearsal.noisy:.3g} with{_spread(rehearsal.draws)}); signal-to-noise there "
+            f"{rehearsal.signal_to_noise:.2g}, median norm of an update {rehearsal.median_norm:.3g}"
         )
+
+
+def _spread(draws: tuple[float, ...]) -> str:
+    if len(draws) < 2:
+        return ", one draw"
+    return f", the median of {len(draws)} draws from {min(draws):.3g} to {max(draws):.3g}"
 
 
 class _Sizes:

@@ -1,0 +1,27 @@
+"""The rehearsal's verdict does not hang on one draw of the noise where several cost little."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lensemble_flwr.config import load_config
+from lensemble_flwr.federation import rehearsal
+from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.federation.tasks import build_task
+
+
+@pytest.mark.parametrize(("second", "draws"), [(0.0, 5), (10.0, 1)])
+def test_quick_rehearsals_are_noised_several_times(monkeypatch: pytest.MonkeyPatch, second: float, draws: int) -> None:
+    config = load_config("experiment=linear diloco.rounds=1")
+    task = build_task(config)
+    plan = make_plan(config, config.federation.participants, task.dimension)
+    ticks = itertools.count(step=second)
+    monkeypatch.setattr(rehearsal.time, "monotonic", lambda: next(ticks))
+    found = rehearsal.rehearse(task, config, plan)
+    assert len(found.draws) == draws
+    assert len(set(found.draws)) == draws, "every draw has noise of its own"
+    assert found.noisy == np.median(found.draws)
+    assert found.noiseless not in found.draws
