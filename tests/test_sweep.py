@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +353,15 @@ def test_jobs_run_at_the_same_time(three: tuple[Path, Sweep], fake: Callable[[st
     assert sweep.sweep_status([outcome_of(folder, point) for point in found.points]) == 0
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Started in the background of a script, a process ignores SIGINT, and so, rightly, would the sweep."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_in_order(three: tuple[Path, Sweep], fake: Callable[[str], list[str]]) -> None:
     folder, found = three
     seen = fake(
