@@ -174,7 +174,9 @@ def test_a_whole_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         releases = [Release.from_bytes(s, hashlib.sha256(s).digest()) for s in stored]
         assert len(releases) == 4
         assert all(r.claimable for r in releases)
-        theta, momentum = outer_step(theta, momentum, mean_of_sum(sum(r.q for r in releases), scale, 4), 1.0, 0.5)
+        theta, momentum = outer_step(
+            theta, momentum, mean_of_sum(sum(r.q.astype(np.int64) for r in releases), scale, 4), 1.0, 0.5
+        )
     final = load_checkpoint(run.out / "checkpoints/round-00003.safetensors")
     committed = np.concatenate([final.parameters["weight"], final.parameters["bias"]])
     assert committed.tobytes() == theta.tobytes()
