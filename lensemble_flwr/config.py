@@ -472,7 +472,6 @@ def load_config(overrides: list[str] | tuple[str, ...] | str = ()) -> Config:
     return _load(tuple(overrides))
 
 
-@lru_cache(maxsize=32)
 def _groups() -> set[str]:
     return {path.name for path in conf_dir().iterdir() if path.is_dir()}
 
@@ -481,6 +480,7 @@ def _choices(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+@lru_cache(maxsize=32)
 def _load(overrides: tuple[str, ...]) -> Config:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra

@@ -165,3 +165,8 @@ def test_a_group_is_chosen_by_name_and_never_by_path(override: str) -> None:
     """Else whoever submits a run could load any YAML file on a site's disk as configuration."""
     with pytest.raises(ConfigError):
         load_config([override])
+
+
+def test_the_same_overrides_are_composed_once() -> None:
+    """A participant asks for its configuration with every message; composing it takes longer than the message."""
+    assert load_config("experiment=linear seed=77") is load_config("experiment=linear seed=77")

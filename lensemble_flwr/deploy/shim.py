@@ -94,7 +94,10 @@ def install_guard(site: Path, module: Any, loading: Any) -> None:
         judge(site, fab)
         path = Path(install(fab, *args, **kwargs))
         if not holds(fab, path):  # Flower takes a folder of that name as it is: half installed once, or put there
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError:  # its text would name folders of this site to the coordinator
+                raise AppRefused("The folder of an app that was installed before cannot be replaced.") from None
             path = Path(install(fab, *args, **kwargs))
             if not holds(fab, path):
                 raise AppRefused("The app that was installed is not the bundle that was judged.")
