@@ -24,6 +24,8 @@ from lensemble_flwr.reporting.wording import (
 )
 
 RUN_ROW = "this run"
+NOTICEABLE = 0.05
+"""A metric that changed by less than this share is not called worse: evaluations are small samples."""
 TWO_PARTY = (
     "WARNING: with two participants, each can subtract its own update from the sum and see the other's: only the "
     "other's own noise hides it, and the masks hide it from the coordinator alone."
@@ -37,7 +39,8 @@ def start_name(run: RunData) -> str:
 
 def closing_sentence(run: RunData) -> str:
     """The outcome in one sentence: how far it came, what was gained, what is claimed (and a warning for two)."""
-    return f"{how_far(run)}{gained(run)}; {claimed(run)}.{' ' + TWO_PARTY if run.two_party else ''}"
+    warning = f" {TWO_PARTY}" if run.two_party else ""
+    return f"{how_far(run)}{gained(run)}{lost(run)}; {claimed(run)}.{warning}"
 
 
 def how_far(run: RunData) -> str:
@@ -88,6 +91,19 @@ def gained(run: RunData) -> str:
     if figure(after) == figure(before):
         return f"{joint}{label} stayed at {figure(before)}{aside}"
     return f"{joint}{label} {verb} from {figure(before)} at the {start_name(run)} to {figure(after)}{verdict}{aside}"
+
+
+def lost(run: RunData) -> str:
+    """What became clearly worse besides the primary metric (forgetting), as a clause with its own separator."""
+    if not run.committed:
+        return ""
+    worse = []
+    for metric in metrics_of(run)[1:]:
+        before, after = run.start.get(metric.name, math.nan), run.final.get(metric.name, math.nan)
+        if metric.better(after, before) is False and abs(after - before) > NOTICEABLE * abs(before):
+            verb = "fell" if after < before else "rose"
+            worse.append(f"the {_ascii(metric.label)} {verb} from {figure(before)} to {figure(after)}")
+    return f"; but {listed(worse)}" if worse else ""
 
 
 def _against(run: RunData, metric: Metric) -> list[str]:

@@ -33,10 +33,18 @@ def sentence(folder: Path) -> str:
 def test_private_run(made: dict[str, Path]) -> None:
     assert sentence(made["private"]) == (
         "After all 10 rounds, the 5-step prediction error fell from 0.593 at the warm start to 0.281 (53 % lower; "
-        "training alone 0.423; pooled data 0.217); claimed is epsilon 8.00 at delta 1e-5, protecting all rounds of one "
-        "participant, against a reader of the released models; nothing against the other participants, the coordinator "
-        "or anyone who sees an update without its mask."
+        "training alone 0.423; pooled data 0.217); but the 5-step prediction error (nominal) rose from 0.167 to 0.182; "
+        "claimed is epsilon 8.00 at delta 1e-5, protecting all rounds of one participant, against a reader of the "
+        "released models; nothing against the other participants, the coordinator or anyone who sees an update without "
+        "its mask."
     )
+
+
+def test_forgetting_is_said_and_small_changes_are_not(own: Own) -> None:
+    folder = own("private")
+    edit_start = {"r5": 0.593, "r5_nominal": 0.18}
+    edit(folder / "evaluation.json", lambda tree: tree["start"].update(edit_start))
+    assert "nominal" not in sentence(folder)  # 0.180 to 0.182
 
 
 def test_runs_that_claim_nothing(made: dict[str, Path]) -> None:
