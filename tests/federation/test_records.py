@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ContractViolation, LensembleError, RoundError
-from lensemble_flwr.federation.records import JoinReply, JoinRequest, Outcome, RoundClose, RoundOpen
+from lensemble_flwr.federation.records import (
+    JoinReply,
+    JoinRequest,
+    Outcome,
+    PendingSum,
+    RoundClose,
+    RoundOpen,
+    SumOpening,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -45,10 +53,22 @@ OPEN = RoundOpen(
     pinned=True,
     consistency=True,
     per_person=1,
+    verify_sum=True,
+    momentum_hash=b"m" * 32,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
-EXAMPLES = [OPEN, CLOSE, JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32), JoinReply(2, b"i" * 32, b"r" * 32, b"s" * 64)]
+PENDING = PendingSum(
+    b"f" * 32, 3, 2, b"o" * 32, b"t" * 32, b"m" * 32, b"k" * 32, 3, 24, -3, 0.25, (b"\x01" * 32, b"\x02" * 32)
+)
+EXAMPLES = [
+    OPEN,
+    CLOSE,
+    SumOpening.of(CLOSE, 2, 2**61 - 2),
+    PENDING,
+    JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32),
+    JoinReply(2, b"i" * 32, b"r" * 32, b"s" * 64),
+]
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)
