@@ -145,9 +145,14 @@ def test_an_unknown_kind_of_privacy_is_refused(name: str) -> None:
 
 
 def test_digest_covers_every_field() -> None:
-    opened = dataclasses.replace(OPEN, sample_rate=1.0)  # a coin and a discrete Gaussian exclude each other
+    # A coin and a discrete Gaussian exclude each other; no momentum is named where sums are not verified.
+    opened = dataclasses.replace(OPEN, sample_rate=1.0)
+    plain = dataclasses.replace(opened, verify_sum=False, momentum_hash=bytes(32))
     seen = {opened.digest()}
     for field in dataclasses.fields(OPEN):
+        if field.name == "verify_sum":
+            seen.add(plain.digest())
+            continue
         value = getattr(opened, field.name)
         other: object
         if isinstance(value, bool):
@@ -164,5 +169,7 @@ def test_digest_covers_every_field() -> None:
             other = value + 1
         seen.add(dataclasses.replace(opened, **{field.name: other}).digest())
     assert len(seen) == 1 + len(dataclasses.fields(OPEN))
+    with pytest.raises(ContractViolation, match="momentum"):
+        dataclasses.replace(OPEN, verify_sum=False)
     with pytest.raises(ContractViolation, match="secret coin"):
         dataclasses.replace(OPEN, mechanism=1)
