@@ -58,19 +58,19 @@ class Participant(NumPyClient):
         """One masked update.
 
         Args:
-            parameters: ``[theta]``, float32, shape (d,).
+            parameters: ``[theta]``, float32, shape (d,); nothing where this participant holds the model already.
             config: ``{"envelopes": bytes}``, this participant's encrypted shares.
 
         Returns:
             ``([masked ring vector], 1, {})``: no count, no metric.
         """
-        if len(parameters) != 1:
+        if len(parameters) > 1:
             raise ContractViolation(f"fit takes one flat vector, not {len(parameters)}.")
-        out = self.masked_update(parameters[0], config[ENVELOPES])
+        out = self.masked_update(parameters[0] if parameters else None, config[ENVELOPES])
         assert out.vector is not None
         return [out.vector], 1, {}
 
-    def masked_update(self, theta: np.ndarray, envelopes: bytes) -> Outgoing:
+    def masked_update(self, theta: np.ndarray | None, envelopes: bytes) -> Outgoing:
         """The whole reply of the training stage: what ``fit`` gives, with what the participant signs beside it."""
         return self.inner.masked_update(theta, envelopes)
 

@@ -176,7 +176,8 @@ class SecAggConfig:
     """Secure aggregation. ``range`` is the public per-coordinate bound used only when privacy is off.
 
     With ``pinned`` a participant that has not pinned a roster refuses to take part; ``consistency`` adds the stage in
-    which members compare what they were shown, by default (auto) where identities are pinned.
+    which members compare what they were shown, by default (auto) where identities are pinned. With ``verify_sum``
+    members check that each new model is the outer step of the sum (docs/secure-aggregation.md, section 4).
     """
 
     enabled: bool
@@ -188,6 +189,7 @@ class SecAggConfig:
     allow_two_party: bool
     pinned: bool
     consistency: Literal["auto", True, False]
+    verify_sum: bool
 
     def __post_init__(self) -> None:
         _require(

@@ -110,6 +110,9 @@ SECAGG_CAUSES = frozenset(
         "already_revealed",
         "malformed_message",
         "wrong_state",
+        "sum_forged",
+        "sum_withheld",
+        "sum_unverified",
     }
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 from lensemble_flwr.compiled import describe
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ConfigError, PrivacyBudgetExceeded
-from lensemble_flwr.federation.claim_inputs import claims_of
+from lensemble_flwr.federation.claim_inputs import claims_of, sum_checked_by
 from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open
 from lensemble_flwr.federation.records import Guarantee
 from lensemble_flwr.federation.rehearsal import Rehearsal, rehearse
@@ -175,6 +175,8 @@ class Preflight:
             f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; memory about "
             f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"
         )
+        if config.secagg.verify_sum:
+            lines.append(f"that a model is what the sum gives is checked by {sum_checked_by(config)}")
         if self.rings:
             against = "the noise" if privacy.enabled else "a public update"
             lines.append(ring_line(plan.ring.bits, list(self.rings), against))
@@ -268,7 +270,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
             rehearsal = rehearse(task, config, plan, progress)
             update_seconds = rehearsal.update_seconds
     mean_square = float(np.mean(np.square(update, dtype=np.float64)))
-    up, down = _traffic(plan, config.secagg.compares_views)
+    up, down = _traffic(plan, config.secagg.compares_views, config.secagg.verify_sum)
     seconds = _run_seconds(config, plan, update_seconds)
     source = "local step timed here, Flower's cost as measured on two cores"
     return Preflight(
@@ -362,13 +364,15 @@ def _rounds_left(config: Config, plan: Plan) -> int | None:
     return min(left, default=None)
 
 
-def _traffic(plan: Plan, compares_views: bool) -> tuple[int, int]:
+def _traffic(plan: Plan, compares_views: bool, verify: bool) -> tuple[int, int]:
     """Payload bytes of one participant in one round, (up, down), without drops."""
     n = plan.n
     sent = [Stage.KEYS, Stage.SHARES, Stage.MASKED, Stage.REVEAL] + [Stage.CONSISTENCY] * compares_views
     got = [Stage.ROSTER, Stage.ENVELOPES, Stage.SURVIVORS] + [Stage.CONFIRMED] * compares_views
-    up, down = (sum(message_size(stage, n, n) for stage in stages) for stages in (sent, got))
+    up, down = (sum(message_size(stage, n, n, verify) for stage in stages) for stages in (sent, got))
     down += 400 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
+    if verify:  # the sum comes in place of the model, with a second RoundClose
+        return up + plan.ring.wire_bytes + 32, down + 150 + 32 * n + plan.ring.bits // 8 * plan.dimension
     return up + plan.ring.wire_bytes + 32, down + 4 * plan.dimension
 
 

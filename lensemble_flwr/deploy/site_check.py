@@ -93,6 +93,7 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
     with found.about("ledger"):
         _ledger(found, site, policy)
     _disk(found, folder)
+    _forged(found, folder)
     if settings is not None:
         with found.about("node key"):
             read_node_key(folder / "supernode.key")
@@ -175,6 +176,12 @@ def _disk(found: Findings, folder: Path) -> None:
     found.add(level, "disk", f"{free / 2**20:,.0f} MiB free" + ("" if level == OK else "; free some space"))
     if not os.access(folder, os.W_OK):
         found.add(BAD, "disk", f"{folder} cannot be written")
+
+
+def _forged(found: Findings, folder: Path) -> None:
+    for path in sorted((folder / "sums").glob("*.forged")):
+        why = path.read_text(encoding="utf-8").strip()
+        found.add(BAD, "sums", f"this site left the federation {path.stem[:16]}: {why}. Delete {path} to rejoin")
 
 
 def _app(found: Findings, folder: Path, policy: Policy | None) -> None:

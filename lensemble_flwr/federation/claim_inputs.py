@@ -43,6 +43,15 @@ def claim_inputs(config: Config, plan: Plan, simulation: bool) -> ClaimInputs:
     )
 
 
+def sum_checked_by(config: Config) -> str:
+    """Who finds out if a committed model is not what the sum gives; for people."""
+    secagg = config.secagg
+    if not secagg.verify_sum:
+        return "nobody but the coordinator"
+    sound = "the members of each round, unless one of them pools with the coordinator"
+    return sound if secagg.pinned else f"{sound}, or the coordinator invents one (secagg.pinned=false)"
+
+
 def claims_of(config: Config, plan: Plan, simulation: bool) -> list[Claim]:
     """The claims table of this run."""
     return claims(claim_inputs(config, plan, simulation))

@@ -38,12 +38,14 @@ from lensemble_flwr.federation.records import (
     Outcome,
     RoundClose,
     RoundOpen,
+    SumOpening,
 )
 from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
+from lensemble_flwr.federation.summed import momentum_hash, pack_state, pack_sum
 from lensemble_flwr.federation.task import Task, theta_hash
-from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, VECTOR, Refusal, Stage
-from lensemble_flwr.secagg import ServerSession, from_wire, signature_holds
+from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, OPENING, VECTOR, Refusal, Stage
+from lensemble_flwr.secagg import RingParams, ServerSession, from_wire, signature_holds
 from lensemble_flwr.secagg.keystream import cores
 
 MAX_ATTEMPTS = 3
@@ -154,6 +156,10 @@ class Coordinator:
     _index: int | None = None
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
     _join_refusals: dict[int, str] = field(default_factory=dict)
+    _owed: tuple[SumOpening, np.ndarray] | None = None
+    """Where participants verify sums: what those in the last committed one are sent of it, and the packed sum."""
+    _vouching: set[bytes] = field(default_factory=set)
+    """Members that hold the model that the round under way begins with."""
 
     # ------------------------------------------------------------------ the whole run
 
@@ -168,6 +174,7 @@ class Coordinator:
         checkpoint = self._restore()
         last_close = self._replay(checkpoint)
         checkpoint = self._restore()
+        self._recall_owed()
         if checkpoint.round:
             self.on_event("resumed", {"rounds": checkpoint.round})
         try:
@@ -256,6 +263,20 @@ class Coordinator:
                 f"The stored sum of round {opened.round} does not fit its RoundOpen.",
                 "Delete it: the round is then burnt at --resume.",
             )
+
+    def _recall_owed(self) -> None:
+        """The sum of the last committed round, from the disk: those who are in it may not have seen it yet."""
+        if not self.config.secagg.verify_sum or self._owed is not None:
+            return
+        committed = [close for close in _closes(self.folder.rounds()) if close.outcome == Outcome.COMMITTED]
+        stored = self.folder.last_sum()
+        if committed and stored is not None and stored.digest() == committed[-1].sum_hash:
+            self._owe(committed[-1], stored)
+
+    def _owe(self, close: RoundClose, stored: StoredSum) -> None:
+        config, d = self.config.secagg, self.task.dimension
+        packed = pack_sum(stored.total, RingParams(config.ring_bits, 2, 0, d))  # its form depends on the bits alone
+        self._owed, self._vouching = (SumOpening.of(close, stored.attempt, stored.tag), packed), set()
 
     # ------------------------------------------------------------------ who is there
 
@@ -408,7 +429,9 @@ class Coordinator:
             )
         plan: Plan = make_plan(self.config, len(roster), self.task.dimension)
         theta = theta_hash(self.task.layout, self._theta(checkpoint))
-        opened = round_open(self.config, self.task, plan, self.folder.federation_id, index, theta, roster)
+        momentum = momentum_hash(checkpoint.momentum) if self.config.secagg.verify_sum else bytes(32)
+        fid = self.folder.federation_id
+        opened = round_open(self.config, self.task, plan, fid, index, theta, roster, momentum)
         self.folder.write_opened(opened)
         return opened
 
@@ -460,9 +483,14 @@ class Coordinator:
                     self.on_event("excluded", {"round": opened.round, "cause": error.fields["cause"]})
 
         request = {BODY: opened.encode(), ATTEMPT: attempt, CLOSES: last.encode() if last else b""}
-        answers, refusals = self._ask(Stage.OPEN, {i: request for i in opened.roster})
+        owed = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
+        unseen = set(self._owed[0].survivors) - self._vouching if self._owed else set()
+        answers, refusals = self._ask(
+            Stage.OPEN, {i: {**request, **owed} if i in unseen else request for i in opened.roster}
+        )
         self._budget_refusals(opened, refusals)
         take(session.add_keys, {i: r.body for i, r in answers.items()})
+        self._vouching |= session.vouching
         enough(session.u1, "keys")
 
         roster_keys = session.roster_keys()
@@ -471,7 +499,11 @@ class Coordinator:
         enough(session.u2, "shares")
 
         theta = self._theta(checkpoint)
-        requests = {i: {VECTOR: theta, ENVELOPES: session.envelopes_for(i)} for i in session.u2}
+        holds = session.vouching
+        model = pack_state(theta, checkpoint.momentum) if opened.verify_sum and set(session.u2) - holds else theta
+        requests = {
+            i: {**({} if i in holds else {VECTOR: model}), ENVELOPES: session.envelopes_for(i)} for i in session.u2
+        }
         ring = session_params(opened, attempt).ring
         # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
         answers, _ = self._ask(Stage.TRAIN, requests, ring.wire_bytes)
@@ -507,7 +539,8 @@ class Coordinator:
         take(session.add_reveal, {i: r.body for i, r in answers.items()})
         total = session.unmask(threads=cores())
         self._check_norm(opened, total, len(session.u3))
-        stored = StoredSum(total, tuple(sorted(session.u3)))
+        tag = session.tag if opened.verify_sum else 0
+        stored = StoredSum(total, tuple(sorted(session.u3)), attempt, tag)
         self.folder.store_sum(opened.round, stored)
         self.on_event("sum_stored", {"round": opened.round})
         return stored
@@ -623,6 +656,9 @@ class Coordinator:
             "close": close.encode().hex(),
             **facts,
         }
+        if stored is not None and opened.verify_sum:
+            self.folder.keep_sum(opened.round)
+            self._owe(close, stored)
         self.folder.append_round(record)
         self.folder.finish_round(opened.round)
         self.on_event("round", {k: v for k, v in record.items() if k != "close"})
@@ -632,8 +668,10 @@ class Coordinator:
         """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing."""
         if last is None or not self.members:
             return
-        fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
-        answers, _ = self._ask(Stage.CLOSE, {i: fields for i in self.members})
+        fields: Fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
+        owed: Fields = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
+        unseen = self._owed[0].survivors if self._owed else ()
+        answers, _ = self._ask(Stage.CLOSE, {i: {**fields, **owed} if i in unseen else fields for i in self.members})
         self.on_event("closed", {"sites": len(answers), "of": len(self.members)})
 
 

@@ -9,12 +9,14 @@ import numpy as np
 
 from lensemble_flwr.federation.participant import SiteParticipant
 from lensemble_flwr.federation.records import JoinRequest, RoundClose, RoundOpen
+from lensemble_flwr.federation.summed import STATE_BYTES
 from lensemble_flwr.federation.wire import (
     ATTEMPT,
     BODY,
     CLOSES,
     ENVELOPES,
     MAX_REQUEST_BYTES,
+    OPENING,
     Expected,
     Outgoing,
     Refusal,
@@ -38,7 +40,9 @@ def _say_which(record: JoinRequest | RoundOpen | RoundClose) -> None:
 
 def most_vector_bytes(stage: str, participant: SiteParticipant) -> int:
     """Bytes of the longest vector that this stage may be sent; known before the vector is read."""
-    return 4 * participant.task.dimension if stage in (Stage.TRAIN, Stage.CLOSE) else 0
+    verify = participant.config.secagg.verify_sum
+    most = {Stage.TRAIN: STATE_BYTES if verify else 4, Stage.CLOSE: 4, Stage.OPEN: 4 if verify else 0}
+    return most[stage] * participant.task.dimension if most.get(stage) else 0
 
 
 def handle(
@@ -46,7 +50,7 @@ def handle(
     fields: Mapping[str, Any],
     vector: np.ndarray | None,
     participant: SiteParticipant,
-    train: Callable[[np.ndarray, bytes], Outgoing] | None = None,
+    train: Callable[[np.ndarray | None, bytes], Outgoing] | None = None,
 ) -> Handled:
     """Run one stage; returns the reply and what public values say that it must look like.
 
@@ -69,11 +73,10 @@ def handle(
             raise refused("The attempt is not a number.", Refusal.PROTOCOL)
         body, closes = (one_body(fields, name, MAX_REQUEST_BYTES) for name in (BODY, CLOSES))
         _say_which(RoundOpen.decode(body))
-        reply = participant.open_round(body, attempt, closes)
+        opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
+        reply = participant.open_round(body, attempt, closes, opening, vector)
         return reply, expected_reply(stage, b"", participant.public_round())
     if stage == Stage.TRAIN:
-        if vector is None:
-            raise refused("The message has no theta.", Refusal.PROTOCOL)
         reply = (train or participant.masked_update)(vector, one_body(fields, ENVELOPES, MAX_REQUEST_BYTES))
         return reply, expected_reply(stage, b"", opened)
     body = one_body(fields, BODY, MAX_REQUEST_BYTES)
@@ -88,5 +91,6 @@ def handle(
         return participant.unmask(body), expected_reply(stage, envelopes, opened)
     if stage == Stage.CLOSE:
         _say_which(RoundClose.decode(body))
-        return participant.close_round(body, vector), expected_reply(stage, b"", None)
+        opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
+        return participant.close_round(body, vector, opening), expected_reply(stage, b"", None)
     raise refused(f"There is no message {stage!r}.", Refusal.PROTOCOL)

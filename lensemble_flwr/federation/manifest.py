@@ -14,6 +14,7 @@ from typing import Any
 from lensemble_flwr.config import Config, config_hash, resolved
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError
+from lensemble_flwr.federation.claim_inputs import sum_checked_by
 from lensemble_flwr.federation.plan import Plan
 
 SCHEMA_VERSION = 1
@@ -62,6 +63,8 @@ class RunManifest:
     platform: str
     git: str
     sites_dir: str = ""
+    sum_checked_by: str = ""
+    """Who finds out if a committed model is not what the sum gives."""
     detail: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -156,4 +159,5 @@ def new_manifest(
         platform=platform.platform(),
         git=git_revision(Path(__file__).parent),
         sites_dir=sites_dir,
+        sum_checked_by=sum_checked_by(config),
     )

@@ -12,12 +12,14 @@ import math
 import secrets
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.data import commitment
 from lensemble_flwr.errors import ContractViolation, PrivacyBudgetExceeded
+from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.plan import make_plan, opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
 from lensemble_flwr.federation.records import (
@@ -27,6 +29,7 @@ from lensemble_flwr.federation.records import (
     Outcome,
     RoundClose,
     RoundOpen,
+    SumOpening,
 )
 from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.federation.roster import Roster, simulated_roster
@@ -77,6 +80,8 @@ class SiteParticipant:
             PolicyViolation: a rule of the site forbids the run.
         """
         request = JoinRequest.decode(body)
+        if self.config.secagg.verify_sum:
+            self._chain(request.federation_id).require_trust()
         if self.config.secagg.pinned and self._roster() is None:
             raise refused("The run needs a pinned roster and there is none here.", Refusal.POLICY, _PIN)
         if request.config_hash != config_hash(self.config):
@@ -87,6 +92,9 @@ class SiteParticipant:
         identity, root = self.site.identity, self._commit(request.federation_id)
         signature = self.site.sign(JoinReply.statement(request.federation_id, identity, root))
         return Outgoing(JoinReply(PROTOCOL_VERSION, identity, root, signature).encode())
+
+    def _chain(self, federation_id: bytes) -> ModelChain:
+        return ModelChain(self.site, self.config, self.task, federation_id)
 
     def _roster(self) -> Roster | None:
         """Whom this site pinned. Simulated sites have no operators: in a pinned run they pin the sites beside them."""
@@ -131,18 +139,36 @@ class SiteParticipant:
 
     # ------------------------------------------------------------------ stage 1: RoundOpen -> fresh keys
 
-    def open_round(self, body: bytes, attempt: int, closes: bytes | None) -> Outgoing:
+    def open_round(
+        self,
+        body: bytes,
+        attempt: int,
+        closes: bytes | None,
+        opening: bytes = b"",
+        packed_sum: np.ndarray | None = None,
+    ) -> Outgoing:
         """Check everything public about the round and answer with fresh keys. A refusal here costs nobody anything.
+
+        Args:
+            body: the RoundOpen.
+            attempt: at this round, from 1.
+            closes: the RoundClose of the round before.
+            opening, packed_sum: where sums are verified, the SumOpening of the last committed round and its sum.
 
         Raises:
             RoundError: another model, probe, sketch or configuration, or a round that is over.
+            SecureAggregationError: the sum is forged or withheld; this site then never trains on what it gave.
             PolicyViolation, PrivacyBudgetExceeded, LedgerError: as their names say; nothing was charged.
         """
         opened = RoundOpen.decode(body)
         self._check(opened)
         self.dataset_root(opened.federation_id)
         closed = RoundClose.decode(closes) if closes else None
+        vouches = False
         with self.site.ledger() as ledger:
+            if opened.verify_sum:
+                told = SumOpening.decode(opening) if opening else None
+                vouches = self._chain(opened.federation_id).vouches(opened, closed, told, packed_sum)
             self._check_parent(opened, closed, opened.round - 1 in ledger.rounds(opened.federation_id))
             self._settle(ledger, opened.federation_id, opened.round, closed)
             entry = ledger.state(opened.federation_id, opened.round)
@@ -157,7 +183,7 @@ class SiteParticipant:
             if entry.state is None:
                 self._budget_left(ledger, opened)
         session = ClientSession(session_params(opened, attempt), self.site.identity, self.site.sign)
-        keys = session.keys()
+        keys = session.keys(vouches=vouches)
         self._remember(opened, attempt, session)
         return Outgoing(keys)
 
@@ -203,6 +229,7 @@ class SiteParticipant:
             (opened.participation, plan.participation),
             (opened.pinned, config.secagg.pinned),
             (opened.consistency, config.secagg.compares_views),
+            (opened.verify_sum, config.secagg.verify_sum),
             (opened.per_person, plan.per_person),
             (opened.ring_bits, plan.ring.bits),
             (opened.scale_log2, plan.ring.scale_log2),
@@ -237,17 +264,24 @@ class SiteParticipant:
     def share_keys(self, body: bytes) -> Outgoing:
         """Check the keys of all participants and secret-share both mask seeds among them."""
         opened, attempt, session = self._recall()
-        # Once per session, as masking is: a second dealing would give the session a second self mask.
-        self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
-        shares = session.shares(body)
+        before = self.memory[_SESSION]
+        # Once per session, as masking is: a second dealing would give the session a second self mask. But not before
+        # everything is checked: keys that are refused must not use the one dealing up.
+        once = partial(self.site.session_once, opened.federation_id, opened.round, before)
+        shares = session.shares(body, before=once)
         self._remember(opened, attempt, session)
         return Outgoing(shares)
 
     # ------------------------------------------------------------------ stage 3: theta, envelopes -> masked update
 
-    def masked_update(self, theta: np.ndarray, envelopes: bytes) -> Outgoing:
+    def masked_update(self, given: np.ndarray | None, envelopes: bytes) -> Outgoing:
         """Train, align, reserve, clip, noise, encode, mask. Returns the masked vector, and the dataset root with the
         message that signs both.
+
+        Args:
+            given: theta, float32, shape (d,). Where sums are verified: None if this site vouches for the model, which
+                it then holds, else the model with its momentum (:func:`.summed.pack_state`).
+            envelopes: the protocol's message.
 
         Raises:
             RoundError: theta is not the RoundOpen's (nothing is charged), or the round is forfeited.
@@ -255,10 +289,7 @@ class SiteParticipant:
             PrivacyBudgetExceeded, LedgerError: the reservation failed; nothing left and nothing was charged.
         """
         opened, attempt, session = self._recall()
-        if theta.dtype != np.float32 or theta.shape != (opened.dimension,):
-            raise refused("theta has the wrong shape or dtype.", Refusal.HASH_MISMATCH)
-        if theta_hash(self.task.layout, theta) != opened.theta_hash:
-            raise refused("theta is not the model that the round was opened with.", Refusal.HASH_MISMATCH)
+        theta = self._theta(opened, given)
         root = self.dataset_root(opened.federation_id)
         session.check_envelopes(envelopes)  # before anything is charged: one peer must not make all others pay
         with self.site.ledger() as ledger:
@@ -277,10 +308,23 @@ class SiteParticipant:
             # peers in them, would give the masks away one by one.
             self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
         lanes = session.masked(envelopes, release.q, threads=cores())
+        if opened.verify_sum:
+            self._chain(opened.federation_id).keep_key(opened, attempt, session.sum_key())
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
         return Outgoing(root + session.masked_message(root), to_wire(lanes, session_params(opened, attempt).ring))
+
+    def _theta(self, opened: RoundOpen, given: np.ndarray | None) -> np.ndarray:
+        if opened.verify_sum:
+            return self._chain(opened.federation_id).theta(opened, given)
+        if given is None:
+            raise refused("The message has no theta.", Refusal.PROTOCOL)
+        if given.dtype != np.float32 or given.shape != (opened.dimension,):
+            raise refused("theta has the wrong shape or dtype.", Refusal.HASH_MISMATCH)
+        if theta_hash(self.task.layout, given) != opened.theta_hash:
+            raise refused("theta is not the model that the round was opened with.", Refusal.HASH_MISMATCH)
+        return given
 
     def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
         if not opened.replay:
@@ -350,19 +394,25 @@ class SiteParticipant:
     def agree(self, body: bytes) -> Outgoing:
         """Sign what this participant was shown of the survivors; in rounds with the consistency stage only."""
         opened, attempt, session = self._recall()
-        session.check_survivors(body)
+        self._note_survivors(opened, attempt, session.check_survivors(body))
         # Once per session: one that signed two views could help two sets of survivors to a majority.
         self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
         reply = session.agree(body)
         self._remember(opened, attempt, session)
         return Outgoing(reply)
 
+    def _note_survivors(self, opened: RoundOpen, attempt: int, positions: tuple[int, ...]) -> None:
+        if opened.verify_sum:
+            survivors = tuple(opened.roster[position - 1] for position in positions)
+            self._chain(opened.federation_id).note_survivors(opened, attempt, survivors)
+
     # ------------------------------------------------------------------ last stage: survivors -> one share per peer
 
     def unmask(self, body: bytes) -> Outgoing:
         """Answer once per round, for ever: the latch is on disk before the answer exists."""
-        opened, _, session = self._recall()
-        session.check_question(body)  # a question that would be refused must not use the one answer up
+        opened, attempt, session = self._recall()
+        # A question that would be refused must not use the one answer up.
+        self._note_survivors(opened, attempt, session.check_question(body))
         self.site.answer_once(opened.federation_id, opened.round)
         try:
             reply = session.reveal(body)
@@ -373,11 +423,17 @@ class SiteParticipant:
 
     # ------------------------------------------------------------------ close
 
-    def close_round(self, body: bytes, theta: np.ndarray | None) -> Outgoing:
+    def close_round(self, body: bytes, theta: np.ndarray | None, opening: bytes = b"") -> Outgoing:
         """Settle a round; with theta, keep it as the federation's final model.
+
+        Args:
+            body: the last RoundClose.
+            theta: float32, shape (d,); where sums are verified it may be the packed sum of the last committed round.
+            opening: where sums are verified, that round's SumOpening.
 
         Raises:
             RoundError: theta is not the model that the record names.
+            SecureAggregationError: the sum is forged or withheld; the model is not kept.
         """
         closed = RoundClose.decode(body)
         fid = closed.federation_id
@@ -388,8 +444,17 @@ class SiteParticipant:
                 raise refused("The round is not over, or a later one is.", Refusal.STALE)
             if known is not None and known[0] == closed.round and known[1] != closed.theta_hash:
                 raise refused("The round was closed with another model before.", Refusal.HASH_MISMATCH)
-            if theta is not None:
+            verified = True
+            verify = self.config.secagg.verify_sum
+            if theta is not None and not (verify and theta.dtype == np.uint8):
                 self._check_model(closed, theta)
+            if theta is not None and verify:
+                told = SumOpening.decode(opening) if opening else None
+                theta, verified = self._chain(fid).final(closed, told, theta) or (None, False)
+                if not verified:
+                    text = "the final model could not be verified here%s"
+                    kept = ", and none was sent" if theta is None else ": kept as .unverified"
+                    self.site.log.warning(text, kept, extra={"event": "final_unverified"})
             if closed.round in ledger.rounds(fid):  # one that dropped out has nothing to settle, but gets the model
                 self._settle(ledger, fid, closed.round + 1, closed)
             else:
@@ -398,7 +463,7 @@ class SiteParticipant:
         if opened is not None and opened.digest() == closed.open_hash:
             self.memory.clear()  # the secrets of a round that is over
         if theta is not None:
-            self.site.save_model(fid, theta.astype("<f4").tobytes())
+            self.site.save_model(fid, theta.astype("<f4").tobytes(), verified)
         return Outgoing(ACK)
 
     def _check_model(self, closed: RoundClose, theta: np.ndarray) -> None:
@@ -480,6 +545,8 @@ class SiteParticipant:
             session = ClientSession.from_bytes(self.memory[_SESSION], params, self.site.sign)
         except KeyError as error:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error
+        if opened.verify_sum:
+            self._chain(opened.federation_id).require_trust()
         if self.site.over(opened.federation_id, opened.round):  # Flower handed out an older state
             raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
         return opened, attempt, session

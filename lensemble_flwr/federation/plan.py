@@ -254,9 +254,23 @@ def _discrete(config: Config, guarantee: Guarantee, n: int, dimension: int) -> t
 
 
 def round_open(
-    config: Config, task: Task, plan: Plan, federation_id: bytes, index: int, theta: bytes, roster: tuple[bytes, ...]
+    config: Config,
+    task: Task,
+    plan: Plan,
+    federation_id: bytes,
+    index: int,
+    theta: bytes,
+    roster: tuple[bytes, ...],
+    momentum: bytes = bytes(32),
 ) -> RoundOpen:
-    """The record of a round; ``theta`` is the model's hash, ``roster`` the sorted identities that joined."""
+    """The record of a round.
+
+    Args:
+        config, task, plan, federation_id, index: what runs.
+        theta: the model's hash.
+        roster: the sorted identities that joined.
+        momentum: hash of the outer momentum, where participants verify sums.
+    """
     seed = sketch_seed(federation_id, index)
     return RoundOpen(
         federation_id=federation_id,
@@ -288,6 +302,8 @@ def round_open(
         pinned=config.secagg.pinned,
         consistency=config.secagg.compares_views,
         per_person=plan.per_person,
+        verify_sum=config.secagg.verify_sum,
+        momentum_hash=momentum,
         roster=roster,
     )
 
@@ -308,6 +324,7 @@ def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
         colluders=opened.colluders,
         allow_two_party=opened.two_party,
         consistency=opened.consistency,
+        verify=opened.verify_sum,
     )
 
 

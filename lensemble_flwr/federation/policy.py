@@ -61,6 +61,7 @@ RULES = {
     "log_releases": "Keep a copy of every (noised) release at the site, for audits.",
     "require_roster": "Refuse rounds while no roster is pinned here (lensemble site roster).",
     "require_consistency": "Refuse rounds in which the members do not compare what they were shown.",
+    "require_verify_sum": "Refuse rounds in which this site cannot check that the model is what the sums gave.",
 }
 """Every rule, and what its comment in a policy file says."""
 
@@ -104,6 +105,7 @@ class Policy:
     log_releases: bool = False
     require_roster: bool = False
     require_consistency: bool = False
+    require_verify_sum: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -179,6 +181,8 @@ class Policy:
             yield _forbids("roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
         if self.require_consistency and not opened.consistency:
             yield _forbids("require_consistency", "views are not compared")
+        if self.require_verify_sum and not opened.verify_sum:
+            yield _forbids("require_verify_sum", "sums are not verified")
         if opened.colluders < self.min_colluders:
             yield _forbids("min_colluders", f"it assumes {opened.colluders}")
         if opened.per_person < self.min_participants_per_person:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import ClassVar
 
@@ -48,10 +48,12 @@ class RoundOpen(Record):
     for it.
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
     ``pinned``: a participant without a pinned roster refuses; ``consistency``: views are compared before unmasking.
+    ``verify_sum``: participants verify the sum that led to this model; ``momentum_hash`` then names the outer momentum
+    that goes with theta (zeros otherwise).
     """
 
     MAGIC: ClassVar[bytes] = b"LRO1"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     federation_id: bytes = wire(HASH)
     config_hash: bytes = wire(HASH)
@@ -82,6 +84,8 @@ class RoundOpen(Record):
     pinned: bool = wire(U8)
     consistency: bool = wire(U8)
     per_person: int = wire(U32)
+    verify_sum: bool = wire(U8)
+    momentum_hash: bytes = wire(HASH)
     roster: tuple[bytes, ...] = wire(HASHES)
 
     def __post_init__(self) -> None:
@@ -95,6 +99,8 @@ class RoundOpen(Record):
             raise ContractViolation(f"A round cannot have the sample rate {self.sample_rate!r}.")
         if self.per_person < 1:
             raise ContractViolation(f"A person cannot be at {self.per_person} participants.")
+        if not self.verify_sum and any(self.momentum_hash):
+            raise ContractViolation("A round whose sums are not verified names no momentum.")
         special = (self.sample_rate != 1.0, self.mechanism != Mechanism.GAUSSIAN, self.per_person != 1)
         if sum(special) > 1:
             raise ContractViolation(
@@ -133,6 +139,51 @@ class RoundClose(Record):
     def __post_init__(self) -> None:
         if self.outcome not in tuple(Outcome):
             raise ContractViolation(f"Unknown outcome {self.outcome}.")
+
+
+@dataclass(frozen=True)
+class SumOpening(RoundClose):
+    """The close of a committed round with what its participants verify; the sum itself goes beside it.
+
+    ``tag`` (T) is the sum of their tags, opened with the sum in ``attempt``.
+    """
+
+    MAGIC: ClassVar[bytes] = b"LSO1"
+
+    attempt: int = wire(U32)
+    tag: int = wire(U64)
+
+    @classmethod
+    def of(cls, close: RoundClose, attempt: int, tag: int) -> SumOpening:
+        return cls(**{f.name: getattr(close, f.name) for f in fields(RoundClose)}, attempt=attempt, tag=tag)
+
+    @property
+    def close(self) -> RoundClose:
+        """The record that it opens."""
+        return RoundClose(**{f.name: getattr(self, f.name) for f in fields(RoundClose)})
+
+
+@dataclass(frozen=True)
+class PendingSum(Record):
+    """What a participant keeps of a round that it masked in, at its own site, until it has verified the sum. Secret.
+
+    ``key`` is the key of the attempt; ``survivors`` are those that it was shown, empty before it was shown any.
+    """
+
+    MAGIC: ClassVar[bytes] = b"LPS1"
+
+    federation_id: bytes = wire(HASH)
+    round: int = wire(U32)
+    attempt: int = wire(U32)
+    open_hash: bytes = wire(HASH)
+    theta_hash: bytes = wire(HASH)
+    momentum_hash: bytes = wire(HASH)
+    key: bytes = wire(HASH)
+    roster_size: int = wire(U32)
+    ring_bits: int = wire(U8)
+    scale_log2: int = wire(I32)
+    sample_rate: float = wire(F64)
+    survivors: tuple[bytes, ...] = wire(HASHES)
 
 
 @dataclass(frozen=True)

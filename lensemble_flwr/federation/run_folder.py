@@ -10,6 +10,7 @@
     state/round-00003/attempt        number of the attempt that may be under way
     state/round-00003/asked          exists once somebody may have been asked to reveal
     state/round-00003/sum.npz        the verified integer sum, fsynced before it is used
+    state/last-sum.npz               that of the last committed round, where participants verify sums
 
 What is in `state` decides how a broken-off round ends: sum stored -> replayed; asked without a sum -> burnt; neither
 -> the same RoundOpen is tried again with the cached vectors.
@@ -48,11 +49,18 @@ class StoredSum:
 
     total: np.ndarray
     survivors: tuple[bytes, ...]
+    attempt: int = 0
+    tag: int = 0
+    """Opened with the sum, where participants verify it."""
 
     def digest(self) -> bytes:
         return hashlib.sha256(
             b"lensemble sum\0" + b"".join(self.survivors) + np.ascontiguousarray(self.total, "<i8").tobytes()
         ).digest()
+
+    def mark(self) -> bytes:
+        """A digest of everything, to find damage on the disk."""
+        return hashlib.sha256(self.digest() + self.attempt.to_bytes(4, "big") + self.tag.to_bytes(8, "big")).digest()
 
 
 class RunFolder:
@@ -252,27 +260,41 @@ class RunFolder:
         """fsync the verified sum before it is used."""
         buffer = io.BytesIO()
         survivors = np.frombuffer(b"".join(stored.survivors), np.uint8)
-        digest = np.frombuffer(stored.digest(), np.uint8)
-        np.savez(buffer, total=stored.total, survivors=survivors, digest=digest)
+        opening, mark = np.array([stored.attempt, stored.tag], np.uint64), np.frombuffer(stored.mark(), np.uint8)
+        np.savez(buffer, total=stored.total, survivors=survivors, opening=opening, mark=mark)
         atomic_write(self._round(index) / "sum.npz", buffer.getvalue(), mode=0o644)
 
     def stored_sum(self, index: int) -> StoredSum | None:
         """The sum of a round that was broken off after unmasking."""
-        path = self._round(index) / "sum.npz"
+        return self._read_sum(self._round(index) / "sum.npz", "Delete it: the round is then burnt at --resume.")
+
+    def keep_sum(self, index: int) -> None:
+        """Keep the sum of a round that is about to be recorded as committed, until the next one is."""
+        atomic_write(self._last_sum, (self._round(index) / "sum.npz").read_bytes(), mode=0o644)
+
+    def last_sum(self) -> StoredSum | None:
+        """What :meth:`keep_sum` kept, or None."""
+        return self._read_sum(self._last_sum, "Restore it from a backup: participants refuse a model without its sum.")
+
+    @property
+    def _last_sum(self) -> Path:
+        return self.path / "state" / "last-sum.npz"
+
+    @staticmethod
+    def _read_sum(path: Path, remediation: str) -> StoredSum | None:
         if not path.is_file():
             return None
         try:
             with np.load(path) as file:
-                raw, total, digest = file["survivors"].tobytes(), file["total"], file["digest"].tobytes()
+                raw, total, mark = file["survivors"].tobytes(), file["total"], file["mark"].tobytes()
+                attempt, tag = file["opening"].tolist()
             if total.dtype != np.int64 or total.ndim != 1 or len(raw) % 32:
                 raise ValueError("not a sum")
-            stored = StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)))
-            if stored.digest() != digest:
+            stored = StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)), attempt, tag)
+            if stored.mark() != mark:
                 raise ValueError("its digest does not match")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ArtifactError(
-                f"The stored sum {path} is damaged: {error}.", "Delete it: the round is then burnt at --resume."
-            ) from error
+            raise ArtifactError(f"The stored sum {path} is damaged: {error}.", remediation) from error
         return stored
 
     def finish_round(self, index: int) -> None:

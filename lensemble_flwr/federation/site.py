@@ -14,6 +14,7 @@ masked/          one empty file per state of a protocol session that must not be
 federations/     per federation: the dataset root it was joined with, the last round whose end was told
 releases/        encoded updates that may still have to be sent again
 local/           the action head and optimizer moments, adopted with a release
+sums/            where sums are verified: the model that this site knows to be right, the key of a sum to come (secret)
 models/          the committed models that this site ended its runs with
 site.log         the site's own log, one JSON object a line; never sent anywhere
 """
@@ -27,6 +28,7 @@ import secrets
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+import numpy as np
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -275,6 +277,58 @@ class Site:
             content = round_index.to_bytes(4, "big") + theta_hash
             atomic_write(self.folder / "federations" / f"{federation_id.hex()}.closed", content)
 
+    # ------------------------------------------------------------------ verified sums
+
+    def _sums(self, federation_id: bytes, kind: str) -> Path:
+        (self.folder / "sums").mkdir(mode=0o700, exist_ok=True)
+        return self.folder / "sums" / f"{federation_id.hex()}.{kind}"
+
+    def save_chain(self, federation_id: bytes, head: bytes, state: np.ndarray) -> None:
+        """Replace the model, with its momentum, that this site knows to be right; ``head`` (64 bytes) names it."""
+        atomic_write(self._sums(federation_id, "state"), head + state.tobytes())
+
+    def chain_head(self, federation_id: bytes) -> bytes | None:
+        """The name of the model that :meth:`save_chain` kept, or None."""
+        try:
+            with open(self._sums(federation_id, "state"), "rb") as file:
+                head = file.read(64)
+        except FileNotFoundError:
+            return None
+        return head if len(head) == 64 else None
+
+    def chain_values(self, federation_id: bytes, dtype: str, start: int, count: int) -> np.ndarray:
+        """``count`` values of what :meth:`save_chain` kept, from byte ``start`` after its name; fewer if there are."""
+        return np.fromfile(self._sums(federation_id, "state"), dtype, count, offset=64 + start)
+
+    def drop_chain(self, federation_id: bytes) -> None:
+        """Forget a model that turned out to be damaged."""
+        self._sums(federation_id, "state").unlink(missing_ok=True)
+
+    def save_pending(self, federation_id: bytes, pending: bytes) -> None:
+        """Keep the secrets with which the sum of the round under way will be verified; replaces those before."""
+        atomic_write(self._sums(federation_id, "pending"), pending)
+
+    def pending(self, federation_id: bytes) -> bytes | None:
+        """What :meth:`save_pending` kept, or None."""
+        path = self._sums(federation_id, "pending")
+        return path.read_bytes() if path.is_file() else None
+
+    def drop_pending(self, federation_id: bytes) -> None:
+        """Overwrite and forget them. (A disk may keep what was overwritten: the secret is of no use any more.)"""
+        path = self._sums(federation_id, "pending")
+        if path.is_file():
+            path.write_bytes(bytes(path.stat().st_size))
+            path.unlink()
+
+    def distrust(self, federation_id: bytes, why: str) -> None:
+        """Never take part in this federation again, unless the operator deletes the file."""
+        atomic_write(self._sums(federation_id, "forged"), why.encode() + b"\n")
+
+    def distrusted(self, federation_id: bytes) -> str | None:
+        """Why this site does not take part in a federation any more, or None."""
+        path = self.folder / "sums" / f"{federation_id.hex()}.forged"
+        return path.read_text().strip() if path.is_file() else None
+
     # ------------------------------------------------------------------ local training state
 
     def local_state(self, federation_id: bytes) -> bytes | None:
@@ -297,9 +351,10 @@ class Site:
         """Forget the state of a forfeited release."""
         (self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged").unlink(missing_ok=True)
 
-    def save_model(self, federation_id: bytes, theta: bytes) -> None:
-        """Keep the model with which this site ended the federation."""
-        atomic_write(self.folder / "models" / f"{federation_id.hex()}.theta", theta)
+    def save_model(self, federation_id: bytes, theta: bytes, verified: bool = True) -> None:
+        """Keep the model with which this site ended the federation, by its name as one that it could not verify."""
+        name = f"{federation_id.hex()}{'' if verified else '.unverified'}.theta"
+        atomic_write(self.folder / "models" / name, theta)
 
     # ------------------------------------------------------------------ the site's own log
 

@@ -68,8 +68,11 @@ class Stage:
 BODY = "body"
 """The field of a message that holds one canonical byte string."""
 VECTOR = "vector"
-"""The field that holds a flat vector: theta (float32) downwards, the masked ring vector (unsigned) upwards."""
-ENVELOPES, CLOSES, THETA_HASH = "envelopes", "closes", "theta_hash"
+"""The field that holds a flat vector: theta (float32) downwards, the masked ring vector (unsigned) upwards.
+
+Where participants verify sums: downwards also the packed sum, or theta with its momentum, as bytes (unsigned).
+"""
+ENVELOPES, CLOSES, THETA_HASH, OPENING = "envelopes", "closes", "theta_hash", "opening"
 ATTEMPT = "attempt"
 REFUSAL = "refusal"
 
@@ -117,9 +120,9 @@ def set_header_bytes(roster: int) -> int:
     return secagg_wire.HEADER_BYTES + -(-roster // 8)
 
 
-def masked_body_bytes(roster: int) -> int:
+def masked_body_bytes(roster: int, verify: bool = False) -> int:
     """Bytes beside a masked vector: the dataset root, and the message that signs both."""
-    return HASH_BYTES + secagg_wire.message_size(secagg_wire.Stage.MASKED, roster, roster)
+    return HASH_BYTES + secagg_wire.message_size(secagg_wire.Stage.MASKED, roster, roster, verify)
 
 
 def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expected:
@@ -137,18 +140,18 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         return Expected(1)
     if opened is None:
         raise ResidencyViolation(f"A reply to {stage} needs an open round.")
-    n = len(opened.roster)
+    n, verify = len(opened.roster), opened.verify_sum
     if stage == Stage.OPEN:
-        return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n))
+        return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n, verify))
     if stage == Stage.TRAIN:
         ring = RingParams(opened.ring_bits, n, opened.scale_log2, opened.dimension)
-        return Expected(masked_body_bytes(n), ring.wire_bytes, "|u1")
+        return Expected(masked_body_bytes(n, verify), ring.wire_bytes, "|u1")
     if stage == Stage.AGREE:
         return Expected(secagg_wire.message_size(secagg_wire.Stage.CONSISTENCY, n, n))
     bitmap = request[secagg_wire.HEADER_BYTES : set_header_bytes(n)]
     members = len(secagg_wire.parse_members(bitmap, n))
     kind = secagg_wire.Stage.SHARES if stage == Stage.SHARE else secagg_wire.Stage.REVEAL
-    return Expected(secagg_wire.message_size(kind, n, members))
+    return Expected(secagg_wire.message_size(kind, n, members, verify))
 
 
 _BY_ERROR: tuple[tuple[type[LensembleError], Refusal], ...] = (

@@ -73,5 +73,10 @@ def self_mask_key(t1: bytes, seed: bytes) -> bytes:
     return _derive(t1, seed, b"self")
 
 
+def group_key(t1: bytes, members: bytes, nonces: bytes) -> bytes:
+    """The key that the members of U2 (a bitmap) share, from one nonce of each, by position."""
+    return _derive(t1, nonces, b"sum" + members)
+
+
 def _derive(salt: bytes, secret: bytes, info: bytes) -> bytes:
     return HKDF(hashes.SHA256(), 32, salt=salt, info=info).derive(secret)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import agreement, envelope, masking, shamir, signing, state, transcript, wire
+from lensemble_flwr.secagg import agreement, envelope, masking, projection, shamir, signing, state, transcript, wire
 from lensemble_flwr.secagg.entropy import Entropy, draw
 from lensemble_flwr.secagg.params import SessionParams
-from lensemble_flwr.secagg.ring import Lanes
+from lensemble_flwr.secagg.ring import Lanes, RingParams, center
 from lensemble_flwr.secagg.roots import vector_root
 from lensemble_flwr.secagg.signing import Sign
 from lensemble_flwr.secagg.wire import Stage
@@ -47,30 +48,39 @@ class ClientSession:
     def _bind(self, params: SessionParams, identity: bytes, sign: Sign, entropy: Entropy) -> None:
         self._params, self._identity, self._sign, self._entropy = params, identity, sign, entropy
         self._position = params.position(identity)
+        self._sum_key: bytearray | None = None
 
-    def keys(self) -> bytes:
+    def keys(self, *, vouches: bool = False) -> bytes:
         """Stage 1: the fresh public keys, signed. Says nothing about the member.
+
+        Args:
+            vouches: in rounds whose members verify the sum, that this member knows the model of the round to be what
+                the sums before give; a model that too few vouch for is not trained.
 
         Raises:
             SecureAggregationError: wrong_state.
         """
         pair = _public(self._expect(state.Fresh))
-        return self._signed(Stage.KEYS, self._params.hash, b"".join(pair))
+        vouch = bytes([vouches]) if self._params.verify else b""
+        return self._signed(Stage.KEYS, self._params.hash, b"".join(pair) + vouch)
 
-    def shares(self, roster_keys: bytes) -> bytes:
+    def shares(self, roster_keys: bytes, *, before: Callable[[], None] = lambda: None) -> bytes:
         """Stage 2: share the self-mask seed and the mask key among U1; the coordinator carries sealed envelopes.
 
         Args:
             roster_keys: the coordinator's ROSTER message: U1 and its public keys, with the signatures.
+            before: called when everything is checked and nothing is dealt yet, so that the caller can record that the
+                session leaves this state; if it raises, nothing changes.
 
         Raises:
             SecureAggregationError: inconsistent_roster (another round, or self not in it), key_agreement_failed (own
                 keys altered, a key used twice, not canonical or of small order), bad_signature (keys that are not the
-                member's own), below_threshold, below_min_survivors, malformed_message, wrong_state.
+                member's own), sum_unverified (this member cannot check the model and too few vouch for it),
+                below_threshold, below_min_survivors, malformed_message, wrong_state.
         """
         fresh, params = self._expect(state.Fresh), self._params
-        u1, body = wire.unpack_with_members(roster_keys, Stage.ROSTER, params.hash, params.n)
-        entries = wire.split_evenly(body, u1, wire.KEY_ENTRY_BYTES)
+        u1, body = wire.unpack_with_members(roster_keys, Stage.ROSTER, params.hash, params.n, params.verify)
+        entries = wire.split_evenly(body, u1, wire.key_entry_bytes(params.verify))
         keys = {j: (entry[:32], entry[32:64]) for j, entry in entries.items()}
         self._require_self(u1)
         if keys[self._position] != _public(fresh):
@@ -78,24 +88,32 @@ class ClientSession:
         agreement.check_public_keys({self._name(j): pair for j, pair in keys.items()})
         params.require_enough(len(u1), "sent keys")
         for j, entry in entries.items():
-            pair, signature = wire.unsigned(entry)
-            signing.verify(signature, Stage.KEYS, params.hash, params.identity(j), pair)
+            signed, signature = wire.unsigned(entry)
+            signing.verify(signature, Stage.KEYS, params.hash, params.identity(j), signed)
+        if params.verify:
+            self._require_vouchers({j for j, entry in entries.items() if entry[wire.KEY_PAIR_BYTES]})
         t1 = transcript.keyed(params.hash, ((params.identity(j), entries[j]) for j in u1))
+        peers = [j for j in u1 if j != self._position]
+        agreed = {
+            j: (
+                agreement.shared_secret(fresh.c_private, keys[j][0], self._name(j)),
+                agreement.shared_secret(fresh.s_private, keys[j][1], self._name(j)),
+            )
+            for j in peers
+        }
+        before()
 
         seed = draw(self._entropy, 32)
         seed_shares = shamir.split(seed, params.threshold, u1, self._random)
         key_shares = shamir.split(fresh.s_private, params.threshold, u1, self._random)
+        group_nonce = self._random(projection.NONCE_BYTES) if params.verify else b""
         envelopes, envelope_keys, mask_keys = [], {}, {}
-        for j in u1:
-            if j == self._position:
-                continue
-            peer, name = params.identity(j), self._name(j)
-            shared_c = agreement.shared_secret(fresh.c_private, keys[j][0], name)
-            shared_s = agreement.shared_secret(fresh.s_private, keys[j][1], name)
+        for j in peers:
+            peer, (shared_c, shared_s) = params.identity(j), agreed[j]
             outgoing = agreement.envelope_key(t1, shared_c, self._identity, peer)
             context = envelope.context(t1, self._identity, peer)
             nonce = self._random(envelope.NONCE_BYTES)
-            envelopes.append(envelope.seal(outgoing, nonce, seed_shares[j], key_shares[j], context))
+            envelopes.append(envelope.seal(outgoing, nonce, seed_shares[j], key_shares[j], context, group_nonce))
             envelope_keys[j] = bytearray(agreement.envelope_key(t1, shared_c, peer, self._identity))
             mask_keys[j] = bytearray(agreement.pair_mask_key(t1, shared_s, self._identity, peer))
         self._advance(
@@ -106,9 +124,20 @@ class ClientSession:
                 own_shares=bytearray(seed_shares[self._position] + key_shares[self._position]),
                 envelope_keys=envelope_keys,
                 mask_keys=mask_keys,
+                nonce=bytearray(group_nonce),
             )
         )
         return self._signed(Stage.SHARES, t1, transcript.commitment(t1, seed) + b"".join(envelopes))
+
+    def _require_vouchers(self, vouching: set[int]) -> None:
+        """Of k + 1 that vouch at least one is honest. A member that vouches itself needs nobody else's word."""
+        if self._position not in vouching and len(vouching) < self._params.vouchers:
+            raise SecureAggregationError(
+                f"This member cannot check the model of the round itself, and {len(vouching)} others vouch for it; "
+                f"{self._params.vouchers} are needed.",
+                "Nothing was sent. The coordinator may have committed a model that no sum gives.",
+                cause="sum_unverified",
+            )
 
     def check_envelopes(self, envelopes: bytes) -> None:
         """Everything that :meth:`masked` checks in its message, without masking: before anything costly is done.
@@ -119,16 +148,16 @@ class ClientSession:
         self._unsealed(self._expect(state.Shared), envelopes)
 
     def _unsealed(self, shared: state.Shared, envelopes: bytes) -> tuple[tuple[int, ...], dict[int, bytes]]:
-        """(U2, {position: the pair of shares that it dealt to this member})."""
+        """(U2, {position: the pair of shares that it dealt to this member, and its nonce})."""
         params = self._params
-        u2, body = wire.unpack_with_members(envelopes, Stage.ENVELOPES, shared.t1, params.n)
+        u2, body = wire.unpack_with_members(envelopes, Stage.ENVELOPES, shared.t1, params.n, params.verify)
         self._require_self(u2)
         if not set(u2) <= set(shared.u1):
             raise _inconsistent("The coordinator names a sender of shares that never sent keys.")
         params.require_enough(len(u2), "sent shares")
         peers = [j for j in u2 if j != self._position]
-        pairs = {self._position: bytes(shared.own_shares)}
-        for j, sealed in wire.split_evenly(body, peers, wire.ENVELOPE_BYTES).items():
+        pairs = {self._position: bytes(shared.own_shares + shared.nonce)}
+        for j, sealed in wire.split_evenly(body, peers, wire.envelope_bytes(params.verify)).items():
             context = envelope.context(shared.t1, params.identity(j), self._identity)
             pairs[j] = envelope.unseal(shared.envelope_keys[j], sealed, context, self._name(j))
         return u2, pairs
@@ -161,9 +190,34 @@ class ClientSession:
         plus = [shared.self_key, *(shared.mask_keys[j] for j in peers if j > self._position)]
         minus = [shared.mask_keys[j] for j in peers if j < self._position]
         masking.mask(out, q, params.ring, shared.t1, plus, minus, threads)
-        root = vector_root(out, params.ring, threads)
-        self._advance(state.Masked(shared.t1, root, {j: bytearray(pairs[j]) for j in u2}))
+        root, tag = vector_root(out, params.ring, threads), b""
+        if params.verify:
+            nonces = (pairs[j][wire.SHARE_PAIR_BYTES :] for j in u2)
+            self._sum_key = bytearray(projection.group_key(shared.t1, wire.pack_members(u2, params.n), nonces))
+            own = projection.tag(_reader(q, params.ring), params.ring.dimension, self._sum_key, threads=threads)
+            masked = (own + projection.mask(plus, minus)) % projection.PRIME
+            tag = masked.to_bytes(projection.TAG_BYTES, "little")
+        shares = {j: bytearray(pairs[j][: wire.SHARE_PAIR_BYTES]) for j in u2}
+        self._advance(state.Masked(shared.t1, root, tag, shares))
         return out
+
+    def sum_key(self) -> bytes:
+        """K, the **secret** with which this member verifies the sum of the attempt; once, after :meth:`masked`, in the
+        same process. The caller keeps it until the sum is published.
+
+        Raises:
+            SecureAggregationError: wrong_state.
+        """
+        if self._sum_key is None:
+            raise SecureAggregationError("There is no key of a sum here.", cause="wrong_state")
+        key = bytes(self._sum_key)
+        self._forget_sum_key()
+        return key
+
+    def _forget_sum_key(self) -> None:
+        if self._sum_key is not None:
+            self._sum_key[:] = bytes(len(self._sum_key))
+            self._sum_key = None
 
     def masked_message(self, associated: bytes = b"") -> bytes:
         """Stage 3, beside the vector: its root, signed with U2 and with what the caller binds to it.
@@ -173,9 +227,9 @@ class ClientSession:
         """
         held = self._expect(state.Masked)
         u2 = wire.pack_members(held.shares, self._params.n)
-        parts = (u2, held.root, hashlib.sha256(associated).digest())
+        parts = (u2, held.root, held.tag, hashlib.sha256(associated).digest())
         signature = self._sign(signing.statement(Stage.MASKED, held.t1, self._identity, *parts))
-        return wire.pack(Stage.MASKED, held.t1, held.root, signature)
+        return wire.pack(Stage.MASKED, held.t1, held.root, held.tag, signature)
 
     def check_survivors(self, survivors: bytes) -> tuple[int, ...]:
         """Everything that the stage after masking checks, without answering: before the caller records that it does.
@@ -224,13 +278,16 @@ class ClientSession:
         self._advance(state.Agreed(held.t1, view, u3, {j: bytearray(pair) for j, pair in held.shares.items()}))
         return wire.pack(Stage.CONSISTENCY, held.t1, signature)
 
-    def check_question(self, question: bytes) -> None:
+    def check_question(self, question: bytes) -> tuple[int, ...]:
         """Everything that :meth:`reveal` checks, without revealing: before the caller records that it answers.
+
+        Returns:
+            U3, roster positions.
 
         Raises:
             SecureAggregationError: as :meth:`reveal`. Nothing changes either way.
         """
-        self._answerable(question)
+        return self._answerable(question)[2]
 
     def _answerable(self, question: bytes) -> tuple[bytes, dict[int, bytearray], tuple[int, ...]]:
         """(T1, shares held, U3) if the question may be answered."""
@@ -307,6 +364,7 @@ class ClientSession:
 
     def wipe(self) -> None:
         """Overwrite all secrets; every later stage is refused. That the session had answered is not forgotten."""
+        self._forget_sum_key()
         if self._state.phase is not state.Phase.REVEALED:
             self._advance(state.Closed(state.Phase.WIPED))
 
@@ -332,6 +390,11 @@ class ClientSession:
 
     def _name(self, position: int) -> str:
         return self._params.identity(position).hex()
+
+
+def _reader(q: npt.NDArray[Any], ring: RingParams) -> projection.Read:
+    """The payload as integers, whatever form it was given in."""
+    return lambda part: center(q[part], ring) if q.dtype == ring.lane else q[part]
 
 
 def _public(fresh: state.Fresh) -> tuple[bytes, bytes]:

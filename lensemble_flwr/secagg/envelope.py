@@ -15,13 +15,15 @@ from lensemble_flwr.secagg import shamir
 NONCE_BYTES = 12
 
 
-def seal(key: bytes, nonce: bytes, seed_share: bytes, key_share: bytes, context: bytes) -> bytes:
-    """nonce 12 || ciphertext 66 || tag 16."""
-    return nonce + AESGCM(key).encrypt(nonce, seed_share + key_share, context)
+def seal(
+    key: bytes, nonce: bytes, seed_share: bytes, key_share: bytes, context: bytes, group_nonce: bytes = b""
+) -> bytes:
+    """nonce 12 || ciphertext 66 || tag 16; in rounds whose members verify the sum the ciphertext is 32 longer."""
+    return nonce + AESGCM(key).encrypt(nonce, seed_share + key_share + group_nonce, context)
 
 
 def unseal(key: bytes | bytearray, envelope: bytes, context: bytes, member: str) -> bytes:
-    """The two shares, 66 bytes, each a field element.
+    """The two shares, 66 bytes, each a field element, and what else was sealed.
 
     Raises:
         SecureAggregationError: share_decrypt_failed, `member` naming whose envelope it is.
@@ -37,7 +39,7 @@ def unseal(key: bytes | bytearray, envelope: bytes, context: bytes, member: str)
         ) from None
     try:
         shamir.parse(pair[: shamir.SHARE_BYTES])
-        shamir.parse(pair[shamir.SHARE_BYTES :])
+        shamir.parse(pair[shamir.SHARE_BYTES : 2 * shamir.SHARE_BYTES])
     except SecureAggregationError:
         raise SecureAggregationError(
             "An envelope holds something that is not two shares.", cause="share_decrypt_failed", member=member

@@ -38,6 +38,7 @@ class SessionParams:
         colluders: k >= 1, members that may pool their views with the coordinator.
         allow_two_party: explicit consent to a roster of two.
         consistency: whether members compare their views, by signatures of at least t of them, before they reveal.
+        verify: whether members share a key with which they verify the sum that is published, see :mod:`.projection`.
 
     Raises:
         SecureAggregationError: policy_violation, naming the rule.
@@ -52,6 +53,7 @@ class SessionParams:
     colluders: int = 1
     allow_two_party: bool = False
     consistency: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -91,9 +93,9 @@ class SessionParams:
             raise _refuse("open_hash must be 32 bytes.")
         if type(self.roster) is not tuple or not all(map(is_bytes32, self.roster)):
             raise _refuse("The roster must be a tuple of identities of 32 bytes.")
-        flags = (self.allow_two_party, self.consistency)
+        flags = (self.allow_two_party, self.consistency, self.verify)
         if type(self.ring) is not RingParams or any(type(flag) is not bool for flag in flags):
-            raise _refuse("ring must be RingParams, allow_two_party and consistency a bool.")
+            raise _refuse("ring must be RingParams, allow_two_party, consistency and verify a bool.")
         for name in ("attempt", "threshold", "min_survivors", "colluders"):
             if type(getattr(self, name)) is not int:
                 raise _refuse(f"{name} must be an integer.")
@@ -118,9 +120,14 @@ class SessionParams:
                 self.min_survivors,
                 self.colluders,
                 int(self.allow_two_party),
-                int(self.consistency),
+                int(self.consistency) + 2 * int(self.verify),
             ),
         )
+
+    @property
+    def vouchers(self) -> int:
+        """How many others must vouch for the model before one that cannot check it itself goes on: k may lie."""
+        return min(self.colluders + 1, self.n - 1)
 
     def position(self, identity: bytes) -> int:
         """Roster position from 1. Raises SecureAggregationError: inconsistent_roster for a stranger."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import agreement, masking, shamir, signing, transcript, wire
+from lensemble_flwr.secagg import agreement, masking, projection, shamir, signing, transcript, wire
 from lensemble_flwr.secagg.keystream import Key
 from lensemble_flwr.secagg.params import SessionParams
 from lensemble_flwr.secagg.recovery import recover
@@ -42,6 +42,7 @@ class ServerSession:
         self._envelopes: dict[int, dict[int, bytes]] = {}  # sender -> reader -> envelope
         self._total: Lanes | None = None
         self._roots: dict[int, bytes] = {}  # of the vectors that are in the sum
+        self._tag = 0  # sum of the tags of the same members, masked like the vectors
         self._confirmations: dict[int, bytes] = {}
         self._reveals: dict[int, dict[int, bytes]] = {}  # revealer -> owner -> share
         self._culprits: set[int] = set()
@@ -78,6 +79,19 @@ class ServerSession:
         return self._identities(self._confirmations if self._signers is None else self._signers)
 
     @property
+    def vouching(self) -> frozenset[bytes]:
+        """Members of U1 that vouch for the model of the round; they hold it, and need not be sent it."""
+        at = wire.KEY_PAIR_BYTES
+        return frozenset(self._params.identity(j) for j, e in self._entries.items() if self._params.verify and e[at])
+
+    @property
+    def tag(self) -> int:
+        """T, the sum of the tags of U3 modulo 2^61 - 1, once :meth:`unmask` has opened the sum. Members verify it."""
+        if not (self._opened and self._params.verify):
+            raise _out_of_order("There is no tag of the sum.")
+        return self._tag
+
+    @property
     def culprits(self) -> tuple[bytes, ...]:
         """Members that revealed a share which is not on the polynomial of a secret that was reconstructed all the same.
 
@@ -91,7 +105,11 @@ class ServerSession:
         position = self._sender(identity, self._u1 is None, range(1, self._params.n + 1), self._keys)
         entry = self._unpack(message, Stage.KEYS, self._params.hash, 0, identity)
         body, signature = wire.unsigned(entry)
-        pair = (body[:32], body[32:])
+        pair = (body[:32], body[32:64])
+        if any(vouch > 1 for vouch in body[wire.KEY_PAIR_BYTES :]):
+            raise SecureAggregationError(
+                "A member vouches with something else than 0 or 1.", cause="malformed_message", member=identity.hex()
+            )
         agreement.check_public_keys({identity.hex(): pair})
         for key in pair:
             agreement.refuse_small_order(key, identity.hex())
@@ -119,7 +137,9 @@ class ServerSession:
         body = self._unpack_signed(message, Stage.SHARES, len(u1), identity)
         readers = [j for j in u1 if j != position]
         self._commitments[position] = body[: wire.HASH_BYTES]
-        self._envelopes[position] = wire.split_evenly(body[wire.HASH_BYTES :], readers, wire.ENVELOPE_BYTES)
+        self._envelopes[position] = wire.split_evenly(
+            body[wire.HASH_BYTES :], readers, wire.envelope_bytes(self._params.verify)
+        )
 
     def envelopes_for(self, identity: bytes) -> bytes:
         """Fix U2; the message for this one of its members. Raises below_threshold, below_min_survivors."""
@@ -157,16 +177,22 @@ class ServerSession:
             check_array(vector, ring.padded, (ring.lane,), "The masked vector")
             check_lanes(vector, ring)
         body = self._unpack(message, Stage.MASKED, self._t1, 0, identity)
-        root, signature = wire.unsigned(body)
-        parts = (wire.pack_members(u2, self._params.n), root, hashlib.sha256(associated).digest())
+        signed, signature = wire.unsigned(body)
+        root, tag = signed[: wire.HASH_BYTES], int.from_bytes(signed[wire.HASH_BYTES :], "little")
+        parts = (wire.pack_members(u2, self._params.n), signed, hashlib.sha256(associated).digest())
         signing.verify(signature, Stage.MASKED, self._t1, identity, *parts)
         if vector_root(vector, ring, threads) != root:
             raise SecureAggregationError(
                 "The masked vector is not the one that was signed.", cause="malformed_update", member=identity.hex()
             )
+        if tag >= projection.PRIME:
+            raise SecureAggregationError(
+                "The tag is not below 2^61 - 1.", cause="malformed_update", member=identity.hex()
+            )
         if self._total is None:
             self._total = np.zeros(ring.padded, ring.lane)
         masking.accumulate(self._total, vector, ring)
+        self._tag = (self._tag + tag) % projection.PRIME
         self._roots[position] = root
 
     def survivors(self) -> bytes:
@@ -244,6 +270,8 @@ class ServerSession:
         plus, minus = self._mask_keys(u3)
         total, self._total, self._opened = self._total, None, True
         self._reveals.clear()
+        if self._params.verify:
+            self._tag = (self._tag + projection.mask(plus, minus)) % projection.PRIME
         try:
             return masking.unmask(total, self._params.ring, self._t1, plus, minus, len(u3), threads)
         finally:
@@ -300,7 +328,7 @@ class ServerSession:
 
     def _unpack(self, message: bytes, stage: Stage, binding: bytes, members: int, identity: bytes) -> bytes:
         with _naming(identity):
-            return wire.unpack(message, stage, binding, self._params.n, members)
+            return wire.unpack(message, stage, binding, self._params.n, members, self._params.verify)
 
     def _unpack_signed(self, message: bytes, stage: Stage, members: int, identity: bytes) -> bytes:
         """What was signed, of a message that ends in a signature over all of its body."""

@@ -3,9 +3,9 @@
 Signed is ``"LSA1 signature" || version || stage || binding || identity || SHA-256(parts)``: a signature of one stage,
 attempt, round or member is none of another. Per stage the binding is that of the message's header, and the parts are
 
-    KEYS         cpk || spk
+    KEYS         cpk || spk || [vouch, in rounds whose members verify the sum]
     SHARES       commitment || envelopes
-    MASKED       set(U2) || root of the vector || SHA-256(what the caller binds to it: the dataset root)
+    MASKED       set(U2) || root of the vector || [masked tag] || SHA-256(what the caller binds to it: the dataset root)
     CONSISTENCY  the view, see :mod:`.transcript`
     REVEAL       shares
 

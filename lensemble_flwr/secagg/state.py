@@ -3,8 +3,8 @@
 Every stage keeps only what later stages need, so that a stolen state opens as little as possible:
 
     Fresh     both private keys
-    Shared    the self-mask key, the key of each pair's mask and incoming envelope, its own two shares;
-              the private keys and the seed are gone
+    Shared    the self-mask key, the key of each pair's mask and incoming envelope, its own two shares, its nonce in
+              rounds whose members verify the sum; the private keys and the seed are gone
     Masked    a pair of shares for every member of U2; no key that opens a mask is left
     Agreed    the same shares, and the one view of the survivors that was signed
     Closed    nothing: revealed, or wiped
@@ -25,6 +25,7 @@ from enum import IntEnum
 from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.secagg import wire
 from lensemble_flwr.secagg.params import IDENTITY_BYTES, SessionParams
+from lensemble_flwr.secagg.projection import NONCE_BYTES, TAG_BYTES
 from lensemble_flwr.secagg.transcript import VERSION
 
 _MAGIC = b"LSAS"
@@ -74,38 +75,46 @@ class Shared:
     own_shares: bytearray
     envelope_keys: dict[int, bytearray]
     mask_keys: dict[int, bytearray]
+    nonce: bytearray
     phase = Phase.SHARED
 
     def secrets(self) -> Iterator[bytearray]:
         yield from (self.self_key, self.own_shares, *self.envelope_keys.values(), *self.mask_keys.values())
+        if self.nonce:
+            yield self.nonce
 
     def body(self, params: SessionParams) -> bytes:
         peers = b"".join(bytes(self.envelope_keys[j] + self.mask_keys[j]) for j in self.u1 if j in self.mask_keys)
-        return self.t1 + wire.pack_members(self.u1, params.n) + bytes(self.self_key + self.own_shares) + peers
+        own = bytes(self.self_key + self.own_shares + self.nonce)
+        return self.t1 + wire.pack_members(self.u1, params.n) + own + peers
 
     @classmethod
     def parse(cls, body: bytes, params: SessionParams, position: int) -> Shared:
         t1, u1, rest = _parse_members(body, params, position)
         peers = [j for j in u1 if j != position]
-        _expect(rest, _KEY + _PAIR + 2 * _KEY * len(peers))
-        own = bytearray(rest[_KEY : _KEY + _PAIR])
-        keys = wire.split_evenly(rest[_KEY + _PAIR :], peers, 2 * _KEY)
+        fixed = _KEY + _PAIR + NONCE_BYTES * params.verify
+        _expect(rest, fixed + 2 * _KEY * len(peers))
+        own, nonce = rest[_KEY : _KEY + _PAIR], rest[_KEY + _PAIR : fixed]
+        keys = wire.split_evenly(rest[fixed:], peers, 2 * _KEY)
         return cls(
             t1,
             u1,
             bytearray(rest[:_KEY]),
-            own,
+            bytearray(own),
             {j: bytearray(pair[:_KEY]) for j, pair in keys.items()},
             {j: bytearray(pair[_KEY:]) for j, pair in keys.items()},
+            bytearray(nonce),
         )
 
 
 @dataclass(frozen=True)
 class Masked:
-    """For every member of U2, its seed share and its key share, of which at most one ever leaves; own vector's root."""
+    """For every member of U2, its seed share and its key share, of which at most one ever leaves; own vector's root and
+    masked tag (empty where sums are not verified)."""
 
     t1: bytes
     root: bytes
+    tag: bytes
     shares: dict[int, bytearray]
     phase = Phase.MASKED
 
@@ -114,13 +123,14 @@ class Masked:
 
     def body(self, params: SessionParams) -> bytes:
         pairs = b"".join(map(bytes, self.shares.values()))
-        return self.t1 + wire.pack_members(self.shares, params.n) + self.root + pairs
+        return self.t1 + wire.pack_members(self.shares, params.n) + self.root + self.tag + pairs
 
     @classmethod
     def parse(cls, body: bytes, params: SessionParams, position: int) -> Masked:
         t1, u2, rest = _parse_members(body, params, position)
-        _expect(rest, _HASH + _PAIR * len(u2))
-        return cls(t1, rest[:_HASH], _parse_pairs(rest[_HASH:], u2))
+        head = _HASH + TAG_BYTES * params.verify
+        _expect(rest, head + _PAIR * len(u2))
+        return cls(t1, rest[:_HASH], rest[_HASH:head], _parse_pairs(rest[head:], u2))
 
 
 @dataclass(frozen=True)

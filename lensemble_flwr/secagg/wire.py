@@ -1,20 +1,20 @@
 """The bytes of every message: one header, one body of a size that public numbers fix.
 
     header       version 1 || stage 1 || binding 32                   T0 up to ROSTER, T1 from SHARES on
-    KEYS         cpk 32 || spk 32 || signature 64                     member -> coordinator
-    ROSTER       set(U1) || (cpk || spk || signature) of U1           coordinator -> member
-    SHARES       commitment 32 || envelope 94 for each of U1 but the sender || signature
-    ENVELOPES    set(U2) || envelope 94 from each of U2 but the reader
-    MASKED       root 32 || signature                                 beside the vector: raw lanes, ring.to_wire
+    KEYS         cpk 32 || spk 32 || [vouch 1] || signature 64        member -> coordinator
+    ROSTER       set(U1) || the body of KEYS of each of U1            coordinator -> member
+    SHARES       commitment 32 || envelope 94 [126] for each of U1 but the sender || signature
+    ENVELOPES    set(U2) || envelope 94 [126] from each of U2 but the reader
+    MASKED       root 32 || [masked tag 8] || signature               beside the vector: raw lanes, ring.to_wire
     SURVIVORS    set(U3) || root 32 of each of U3
     CONSISTENCY  signature                                            only in rounds with the consistency stage
     CONFIRMED    set of signers || the CONSISTENCY signature of each  only in rounds with the consistency stage
     REVEAL       share 33 for each of U2 || signature
 
-What a signature is over: :mod:`.signing`. Everything goes by roster position, ascending. A set is a bitmap of the
-roster (position p is bit (p-1) mod 8 of byte (p-1) div 8, spare bits zero), so a member cannot occur twice or out of
-order. The binding in the header is no protection, anybody can write it: it only makes a mix-up between honest parties
-fail early and plainly.
+In brackets: only where members verify the sum (:mod:`.projection`). What a signature is over: :mod:`.signing`.
+Everything goes by roster position, ascending. A set is a bitmap of the roster (position p is bit (p-1) mod 8 of byte
+(p-1) div 8, spare bits zero), so a member cannot occur twice or out of order. The binding in the header is no
+protection, anybody can write it: it only makes a mix-up between honest parties fail early and plainly.
 
 Sizes are compared before a body is read and nothing is allocated that is larger than the message itself.
 """
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from lensemble_flwr.errors import SecureAggregationError
+from lensemble_flwr.secagg.projection import NONCE_BYTES, TAG_BYTES
 from lensemble_flwr.secagg.shamir import SHARE_BYTES
 from lensemble_flwr.secagg.transcript import VERSION
 
@@ -34,7 +35,18 @@ SIGNATURE_BYTES = 64
 KEY_ENTRY_BYTES = KEY_PAIR_BYTES + SIGNATURE_BYTES
 SHARE_PAIR_BYTES = 2 * SHARE_BYTES
 ENVELOPE_BYTES = 12 + SHARE_PAIR_BYTES + 16
+VOUCH_BYTES = 1
 HEADER_BYTES = 2 + HASH_BYTES
+
+
+def key_entry_bytes(verify: bool) -> int:
+    """The body of KEYS: the keys, in verified rounds whether the sender vouches for the model, a signature."""
+    return KEY_ENTRY_BYTES + VOUCH_BYTES * verify
+
+
+def envelope_bytes(verify: bool) -> int:
+    """A sealed pair of shares, in verified rounds with a nonce."""
+    return ENVELOPE_BYTES + NONCE_BYTES * verify
 
 
 class Stage(IntEnum):
@@ -55,7 +67,7 @@ def malformed(message: str) -> SecureAggregationError:
     return SecureAggregationError(message, cause="malformed_message")
 
 
-def message_size(stage: Stage, roster: int, members: int) -> int:
+def message_size(stage: Stage, roster: int, members: int, verify: bool = False) -> int:
     """Exact bytes of a message.
 
     Args:
@@ -64,14 +76,15 @@ def message_size(stage: Stage, roster: int, members: int) -> int:
         members: size of the set that the message is about: U1 for ROSTER and SHARES, U2 for ENVELOPES and REVEAL,
             U3 for SURVIVORS, the signers for CONFIRMED, not used for KEYS, MASKED and CONSISTENCY. With members =
             roster: the largest size.
+        verify: whether the round's members verify the sum.
     """
-    bitmap = -(-roster // 8)
+    bitmap, entry, envelope = -(-roster // 8), key_entry_bytes(verify), envelope_bytes(verify)
     body = {
-        Stage.KEYS: KEY_ENTRY_BYTES,
-        Stage.ROSTER: bitmap + KEY_ENTRY_BYTES * members,
-        Stage.SHARES: HASH_BYTES + ENVELOPE_BYTES * (members - 1) + SIGNATURE_BYTES,
-        Stage.ENVELOPES: bitmap + ENVELOPE_BYTES * (members - 1),
-        Stage.MASKED: HASH_BYTES + SIGNATURE_BYTES,
+        Stage.KEYS: entry,
+        Stage.ROSTER: bitmap + entry * members,
+        Stage.SHARES: HASH_BYTES + envelope * (members - 1) + SIGNATURE_BYTES,
+        Stage.ENVELOPES: bitmap + envelope * (members - 1),
+        Stage.MASKED: HASH_BYTES + TAG_BYTES * verify + SIGNATURE_BYTES,
         Stage.SURVIVORS: bitmap + HASH_BYTES * members,
         Stage.CONSISTENCY: SIGNATURE_BYTES,
         Stage.CONFIRMED: bitmap + SIGNATURE_BYTES * members,
@@ -84,20 +97,23 @@ def pack(stage: Stage, binding: bytes, *parts: bytes) -> bytes:
     return bytes([VERSION, stage]) + binding + b"".join(parts)
 
 
-def unpack(data: object, stage: Stage, binding: bytes, roster: int, members: int) -> bytes:
+def unpack(data: object, stage: Stage, binding: bytes, roster: int, members: int, verify: bool = False) -> bytes:
     """Body of a message whose size is known. Raises SecureAggregationError, see :func:`_check_header`."""
-    raw = _buffer(data, message_size(stage, roster, members), message_size(stage, roster, members))
+    size = message_size(stage, roster, members, verify)
+    raw = _buffer(data, size, size)
     _check_header(raw, stage, binding)
     return raw[HEADER_BYTES:]
 
 
-def unpack_with_members(data: object, stage: Stage, binding: bytes, roster: int) -> tuple[tuple[int, ...], bytes]:
+def unpack_with_members(
+    data: object, stage: Stage, binding: bytes, roster: int, verify: bool = False
+) -> tuple[tuple[int, ...], bytes]:
     """(members, rest of the body) of a message that opens with a set, which fixes its size."""
     bitmap = -(-roster // 8)
-    raw = _buffer(data, HEADER_BYTES + bitmap, message_size(stage, roster, roster))
+    raw = _buffer(data, HEADER_BYTES + bitmap, message_size(stage, roster, roster, verify))
     _check_header(raw, stage, binding)
     members = parse_members(raw[HEADER_BYTES : HEADER_BYTES + bitmap], roster)
-    if len(raw) != message_size(stage, roster, len(members)):
+    if len(raw) != message_size(stage, roster, len(members), verify):
         raise malformed(f"A {stage.name} message for {len(members)} members cannot have {len(raw)} bytes.")
     return members, raw[HEADER_BYTES + bitmap :]
 

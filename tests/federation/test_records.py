@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lensemble_flwr.errors import ContractViolation, LensembleError, RoundError
-from lensemble_flwr.federation.records import JoinReply, JoinRequest, Outcome, RoundClose, RoundOpen
+from lensemble_flwr.federation.records import (
+    JoinReply,
+    JoinRequest,
+    Outcome,
+    PendingSum,
+    RoundClose,
+    RoundOpen,
+    SumOpening,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -45,10 +53,22 @@ OPEN = RoundOpen(
     pinned=True,
     consistency=True,
     per_person=1,
+    verify_sum=True,
+    momentum_hash=b"m" * 32,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
-EXAMPLES = [OPEN, CLOSE, JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32), JoinReply(2, b"i" * 32, b"r" * 32, b"s" * 64)]
+PENDING = PendingSum(
+    b"f" * 32, 3, 2, b"o" * 32, b"t" * 32, b"m" * 32, b"k" * 32, 3, 24, -3, 0.25, (b"\x01" * 32, b"\x02" * 32)
+)
+EXAMPLES = [
+    OPEN,
+    CLOSE,
+    SumOpening.of(CLOSE, 2, 2**61 - 2),
+    PENDING,
+    JoinRequest(b"f" * 32, b"c" * 32, b"b" * 32),
+    JoinReply(2, b"i" * 32, b"r" * 32, b"s" * 64),
+]
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)
@@ -125,9 +145,14 @@ def test_an_unknown_kind_of_privacy_is_refused(name: str) -> None:
 
 
 def test_digest_covers_every_field() -> None:
-    opened = dataclasses.replace(OPEN, sample_rate=1.0)  # a coin and a discrete Gaussian exclude each other
+    # A coin and a discrete Gaussian exclude each other; no momentum is named where sums are not verified.
+    opened = dataclasses.replace(OPEN, sample_rate=1.0)
+    plain = dataclasses.replace(opened, verify_sum=False, momentum_hash=bytes(32))
     seen = {opened.digest()}
     for field in dataclasses.fields(OPEN):
+        if field.name == "verify_sum":
+            seen.add(plain.digest())
+            continue
         value = getattr(opened, field.name)
         other: object
         if isinstance(value, bool):
@@ -144,5 +169,7 @@ def test_digest_covers_every_field() -> None:
             other = value + 1
         seen.add(dataclasses.replace(opened, **{field.name: other}).digest())
     assert len(seen) == 1 + len(dataclasses.fields(OPEN))
+    with pytest.raises(ContractViolation, match="momentum"):
+        dataclasses.replace(OPEN, verify_sum=False)
     with pytest.raises(ContractViolation, match="secret coin"):
         dataclasses.replace(OPEN, mechanism=1)

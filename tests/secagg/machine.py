@@ -10,7 +10,8 @@ After every step:
 * a member deals, masks and signs once in an attempt, however often its state is put back;
 * nobody's mask key and self-mask seed have both been revealed often enough to be known, colluders' shares included;
 * secrets of one attempt at most are known, so that no two sums of the same payloads can be subtracted;
-* whatever the honest coordinator that listens in obtains is the exact sum over its U3;
+* whatever the honest coordinator that listens in obtains is the exact sum over its U3, and where sums are verified
+  every member of U3 can verify it;
 * every refusal is a SecureAggregationError.
 
 In the end the members that have not answered run one more attempt among themselves: it gives the exact sum, or a typed
@@ -29,11 +30,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import ClientSession, ServerSession, SessionParams, Stage, shamir, signing, state, wire
+from lensemble_flwr.secagg import (
+    ClientSession,
+    ServerSession,
+    SessionParams,
+    Stage,
+    projection,
+    shamir,
+    signing,
+    state,
+    wire,
+)
 from tests.secagg.driver import make_params, payloads, sign
 
 HEADER = wire.HEADER_BYTES
 ATTEMPTS = 3
+INHERITED = ("threshold", "min_survivors", "consistency", "verify")
 KINDS = ("keys", "shares", "masked", "agree", "reveal")
 
 
@@ -46,6 +58,7 @@ class Attempt:
         self.server = ServerSession(params)
         self.seen: dict[tuple[str, int], bytes] = {}
         self.vectors: dict[int, np.ndarray] = {}
+        self.sum_keys: dict[int, bytes] = {}
         self.states: dict[int, list[bytes]] = {i: [client.to_bytes()] for i, client in self.clients.items()}
         self.t1: dict[int, bytes] = {}
         # owner -> kind -> honest revealers
@@ -65,8 +78,8 @@ class Coordinator(RuleBasedStateMachine):
         k = data.draw(st.integers(1, n - 2), "k")
         t = data.draw(st.integers((n + k) // 2 + 1, n), "t")
         m = data.draw(st.integers(max(3, k + 2), n), "m")
-        consistency = data.draw(st.booleans(), "consistency")
-        self.params = make_params(n, 3, k=k, threshold=t, min_survivors=m, consistency=consistency)
+        consistency, verify = data.draw(st.booleans(), "consistency"), data.draw(st.booleans(), "verify")
+        self.params = make_params(n, 3, k=k, threshold=t, min_survivors=m, consistency=consistency, verify=verify)
         self.q = payloads(self.params)
         self.colluders = frozenset(data.draw(st.permutations(range(n)), "order")[:k])
         self.left: set[bytes] = set()
@@ -106,6 +119,8 @@ class Coordinator(RuleBasedStateMachine):
                 client.check_envelopes(message)
                 self.once(client)
                 a.vectors[i] = client.masked(message, self.q[i])
+                if a.params.verify:
+                    a.sum_keys[i] = client.sum_key()
                 reply = client.masked_message()
             elif kind == "agree":
                 client.check_survivors(message)
@@ -140,7 +155,7 @@ class Coordinator(RuleBasedStateMachine):
     # ------------------------------------------------------------------ what the coordinator does
 
     def open_attempt(self) -> None:
-        overrides = {name: getattr(self.params, name) for name in ("threshold", "min_survivors", "consistency")}
+        overrides = {name: getattr(self.params, name) for name in INHERITED}
         params = make_params(self.params.n, 3, k=self.params.colluders, attempt=len(self.attempts), **overrides)
         members = [i for i in range(params.n) if i not in self.answered]
         self.attempts.append(Attempt(params, members))
@@ -181,7 +196,7 @@ class Coordinator(RuleBasedStateMachine):
     def get_keys(self, data: st.DataObject) -> None:
         if picked := self.pick(data):
             a, i = picked
-            reply = self.call(a.clients[i].keys)
+            reply = self.call(lambda: a.clients[i].keys(vouches=True))
             if reply is not None:
                 a.seen["keys", i] = reply
 
@@ -192,7 +207,7 @@ class Coordinator(RuleBasedStateMachine):
         a, i = picked
         entries = {j: message[HEADER:] for (kind, j), message in a.seen.items() if kind == "keys"}
         for j in data.draw(st.sets(st.sampled_from(sorted(self.colluders)), max_size=1), "lying members"):
-            pair = hashlib.sha256(data.draw(st.binary(max_size=2))).digest() * 2
+            pair = hashlib.sha256(data.draw(st.binary(max_size=2))).digest() * 2 + b"\x01" * a.params.verify
             signature = sign(signing.statement(Stage.KEYS, a.params.hash, a.params.roster[j], pair))
             entries[j] = pair + signature
         other = self.attempts[data.draw(st.integers(0, len(self.attempts) - 1), "replayed from")]
@@ -213,10 +228,9 @@ class Coordinator(RuleBasedStateMachine):
         for (kind, j), message in a.seen.items():
             if kind == "shares" and j != i and j in u1:
                 readers = [r for r in u1 if r != j]
-                sealed = wire.split_evenly(message[HEADER + 32 : -64], readers, wire.ENVELOPE_BYTES)
-                envelopes[j] = (
-                    sealed[i] if len(message) == wire.message_size(Stage.SHARES, a.params.n, len(u1)) else b""
-                )
+                sealed = wire.split_evenly(message[HEADER + 32 : -64], readers, wire.envelope_bytes(a.params.verify))
+                size = wire.message_size(Stage.SHARES, a.params.n, len(u1), a.params.verify)
+                envelopes[j] = sealed[i] if len(message) == size else b""
         if data.draw(st.integers(0, 6), "swap") == 0 and len(envelopes) > 1:
             first, second = sorted(envelopes)[:2]
             envelopes[first], envelopes[second] = envelopes[second], envelopes[first]
@@ -317,7 +331,7 @@ class Coordinator(RuleBasedStateMachine):
         }
         for i in members:
             if kind == "keys":
-                reply = self.call(a.clients[i].keys)
+                reply = self.call(lambda i=i: a.clients[i].keys(vouches=True))
                 if reply is not None:
                     a.seen["keys", i] = reply
             else:
@@ -334,6 +348,11 @@ class Coordinator(RuleBasedStateMachine):
         a.opened = total
         expected = sum(self.q[a.params.roster.index(identity)] for identity in a.server.u3)
         assert np.array_equal(total, expected)
+        if a.params.verify:  # who is in it masked with the U2 that the server signed for, so all have one key
+            keys = {a.sum_keys[a.params.roster.index(identity)] for identity in a.server.u3}
+            assert {a.server.tag} == {
+                projection.tag(lambda part: total[part], total.size, key, len(a.server.u3)) for key in keys
+            }
         return True
 
     @rule(data=st.data())

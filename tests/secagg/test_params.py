@@ -105,6 +105,7 @@ def test_every_parameter_is_bound():
         {"colluders": 1},
         {"allow_two_party": True},
         {"consistency": True},
+        {"verify": True},
         {"ring": dataclasses.replace(base.ring, bits=16)},
         {"ring": dataclasses.replace(base.ring, scale_log2=9)},
         {"ring": dataclasses.replace(base.ring, dimension=21)},
