@@ -27,6 +27,7 @@ import secrets
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+import numpy as np
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -224,10 +225,13 @@ class Site:
     def _release_path(self, federation_id: bytes, round_index: int) -> Path:
         return self.folder / "releases" / f"{federation_id.hex()}-{round_index}.q"
 
-    def save_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> bytes:
-        """Write an encoded update before it may be sent; returns its SHA-256."""
-        atomic_write(self._release_path(federation_id, round_index), encoded)
-        return hashlib.sha256(encoded).digest()
+    def save_release(self, federation_id: bytes, round_index: int, release: Release) -> bytes:
+        """Write an encoded update before it may be sent; returns the SHA-256 of its bytes."""
+        pieces, digest = release.pieces(), hashlib.sha256()
+        atomic_write(self._release_path(federation_id, round_index), pieces)
+        for piece in pieces:
+            digest.update(piece)
+        return digest.digest()
 
     def load_release(self, federation_id: bytes, round_index: int, expected_hash: bytes) -> Release | None:
         """The cached update, or None when it is missing or not the one that the ledger names."""
@@ -236,11 +240,11 @@ class Site:
         except (OSError, ArtifactError):
             return None
 
-    def log_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> None:
+    def log_release(self, federation_id: bytes, round_index: int, release: Release) -> None:
         """Keep a copy for the site's own audits; only the site's policy can ask for it, never a run."""
         folder = self.folder / "released"
         folder.mkdir(mode=0o700, exist_ok=True)
-        atomic_write(folder / f"{federation_id.hex()}-{round_index}.q", encoded)
+        atomic_write(folder / f"{federation_id.hex()}-{round_index}.q", release.pieces())
 
     def delete_release(self, federation_id: bytes, round_index: int) -> None:
         """Forget a cached update once its round is over."""
@@ -297,9 +301,10 @@ class Site:
         """Forget the state of a forfeited release."""
         (self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged").unlink(missing_ok=True)
 
-    def save_model(self, federation_id: bytes, theta: bytes) -> None:
-        """Keep the model with which this site ended the federation."""
-        atomic_write(self.folder / "models" / f"{federation_id.hex()}.theta", theta)
+    def save_model(self, federation_id: bytes, theta: np.ndarray) -> None:
+        """Keep the model with which this site ended the federation: theta as little-endian float32."""
+        raw = np.ascontiguousarray(theta, "<f4").view(np.uint8)
+        atomic_write(self.folder / "models" / f"{federation_id.hex()}.theta", raw.data)
 
     # ------------------------------------------------------------------ the site's own log
 

@@ -86,12 +86,13 @@ class ClientSession:
         seed_shares = shamir.split(seed, params.threshold, u1, self._random)
         key_shares = shamir.split(fresh.s_private, params.threshold, u1, self._random)
         envelopes, envelope_keys, mask_keys = [], {}, {}
+        c_private, s_private = agreement.load(fresh.c_private), agreement.load(fresh.s_private)
         for j in u1:
             if j == self._position:
                 continue
             peer, name = params.identity(j), self._name(j)
-            shared_c = agreement.shared_secret(fresh.c_private, keys[j][0], name)
-            shared_s = agreement.shared_secret(fresh.s_private, keys[j][1], name)
+            shared_c = agreement.shared_secret(c_private, keys[j][0], name)
+            shared_s = agreement.shared_secret(s_private, keys[j][1], name)
             outgoing = agreement.envelope_key(t1, shared_c, self._identity, peer)
             context = envelope.context(t1, self._identity, peer)
             nonce = self._random(envelope.NONCE_BYTES)

@@ -33,22 +33,20 @@ def fold(values, lanes, columns, at, limit):
 
 
 @loop(
-    "int64(uint32[::1], int64[::1], int64[::1], int64, int64, int64)",
-    "int64(uint16[::1], int64[::1], int64[::1], int64, int64, int64)",
+    "int64(int32[::1], int64[::1], int64, int64)",
+    "int64(int16[::1], int64[::1], int64, int64)",
 )
-def unfold(lanes, values, columns, at, limit, bits):
-    """values = lanes, centered; add them to the columns of the checksum, from column ``at`` on. Returns how many exceed
-    the limit in magnitude."""
-    unused = np.int64(64 - bits)
+def tally(values, columns, at, limit):
+    """Add the values to the columns of the checksum, from column ``at`` on. Returns how many exceed the limit in
+    magnitude."""
     outside, start = 0, 0
     while start < values.size:
         run = min(columns.size - at, values.size - start)
-        given, made, sums = lanes[start : start + run], values[start : start + run], columns[at : at + run]
+        given, sums = values[start : start + run], columns[at : at + run]
         for i in range(run):
-            value = (np.int64(given[i]) << unused) >> unused
+            value = np.int64(given[i])
             outside += (value > limit) | (value < -limit)
             sums[i] += value
-            made[i] = value
         start += run
         at = 0
     return np.int64(outside)
