@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+from clients.vectors import to_record
 from lensemble_flwr.errors import ResidencyViolation
-from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Expected, Outgoing, Refusal, check_egress, refusal_for
+from lensemble_flwr.federation.wire import BODY, REFUSAL, Expected, Outgoing, Refusal, check_egress, refusal_for
 from lensemble_flwr.json_log import log_context
 
 FIELDS, ARRAYS = "m", "v"
@@ -29,14 +30,8 @@ def reply_message(request: Message, reply: Outgoing) -> Message:
     """A Flower message that holds exactly this reply."""
     content = RecordDict({FIELDS: ConfigRecord({BODY: reply.body})})
     if reply.vector is not None:
-        content[ARRAYS] = ArrayRecord({VECTOR: _array(reply.vector)})
+        content[ARRAYS] = to_record(reply.vector)
     return Message(content, reply_to=request)
-
-
-def _array(vector: Any) -> Any:
-    from flwr.app import Array
-
-    return Array(vector)
 
 
 def refusal_message(request: Message, code: Refusal) -> Message:

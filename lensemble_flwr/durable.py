@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from lensemble_flwr.errors import ArtifactError
+
+Buffer = bytes | bytearray | memoryview
 
 # macOS: fsync leaves the data in the drive's cache, F_FULLFSYNC does not.
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
@@ -43,8 +47,10 @@ def file_errors(path: Path, doing: str) -> Iterator[None]:
         raise ArtifactError(text, remedy, path=str(path), errno=error.errno) from error
 
 
-def atomic_write(path: Path | str, data: bytes, mode: int = 0o600) -> None:
+def atomic_write(path: Path | str, data: Buffer | Iterable[Buffer], mode: int = 0o600) -> None:
     """Replace the whole content of ``path``; after a crash it holds the old bytes or the new ones, never a mixture.
+
+    ``data`` may be several pieces, one after another, so that nobody has to join what is large.
 
     A temporary file in the same folder (``.NAME.tmp``, so that a crash leaves at most one), fsync, rename, fsync of
     the folder. A symbolic link is followed, so the file it points to is the one replaced.
@@ -52,6 +58,19 @@ def atomic_write(path: Path | str, data: bytes, mode: int = 0o600) -> None:
     Raises:
         ArtifactError: disk full, no permission, no such folder, or another writer. ``path`` is then unchanged, unless
             only the last fsync failed.
+    """
+    pieces = (data,) if isinstance(data, (bytes, bytearray, memoryview)) else data
+    with atomic_file(path, mode) as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+@contextmanager
+def atomic_file(path: Path | str, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """:func:`atomic_write` for a writer that wants a file: what the block wrote replaces ``path`` when it ends.
+
+    Raises:
+        ArtifactError: as :func:`atomic_write`. An error of the block leaves ``path`` unchanged.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.tmp")
@@ -62,7 +81,7 @@ def atomic_write(path: Path | str, data: bytes, mode: int = 0o600) -> None:
             try:
                 os.ftruncate(handle, 0)
                 os.fchmod(handle, mode)
-                write_all(handle, data, 0)
+                yield cast(BinaryIO, _Writer(handle))
                 sync(handle)
                 os.replace(temporary, path)
             except BaseException:
@@ -72,6 +91,33 @@ def atomic_write(path: Path | str, data: bytes, mode: int = 0o600) -> None:
         finally:
             os.close(handle)
         sync_folder(path.parent)
+
+
+class _Writer(io.RawIOBase):
+    """The least of a binary file over an open handle; every byte goes through :func:`write_all`."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self._at = handle, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._handle).st_size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def write(self, data: Buffer) -> int:  # type: ignore[override]
+        view = memoryview(data).cast("B")
+        write_all(self._handle, view, self._at)
+        self._at += len(view)
+        return len(view)
 
 
 def append_fsync(path: Path | str, data: bytes, mode: int = 0o600) -> None:
@@ -100,7 +146,7 @@ def append_fsync(path: Path | str, data: bytes, mode: int = 0o600) -> None:
             sync_folder(path.parent)
 
 
-def write_all(handle: int, data: bytes, offset: int) -> None:
+def write_all(handle: int, data: Buffer, offset: int) -> None:
     """Write every byte of ``data`` at ``offset``. Raises OSError; a prefix may then have been written."""
     view = memoryview(data)
     while view:

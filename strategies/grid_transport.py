@@ -3,24 +3,29 @@
 Replies are matched by ``reply_to_message_id``: an error reply about a lost node names the SuperLink as its sender.
 A node that does not answer within the time is simply absent; its message dies with the same ttl, so that it cannot
 spend budget afterwards.
+
+Large vectors are pulled one reply at a time and handed over before the next is pulled, so what the coordinator holds
+does not grow with the number of participants. How a vector is cut into arrays: :mod:`clients.vectors`.
 """
 
 from __future__ import annotations
 
 import inspect
-import io
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from clients.egress import ARRAYS, FIELDS
+from clients.vectors import from_record, to_record
 from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal
 
+HELD_BYTES = 1 << 26
+"""Replies are pulled together while their vectors are no more than this."""
 POLL_S, POLL_S_SIMULATED = 0.5, 0.05
 """Seconds between two looks for replies: over the network, and within one machine's simulation."""
 
@@ -42,9 +47,22 @@ class GridTransport:
 
     def exchange(
         self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float, max_bytes: int = 0
-    ) -> dict[int, Reply]:
+    ) -> Iterator[tuple[int, Reply]]:
         if not requests:
-            return {}
+            return
+        node_of = self._push(stage, requests, timeout)
+        for reply in self._receive(set(node_of), timeout, max(1, HELD_BYTES // max(max_bytes, 1))):
+            asked = node_of.get(reply.metadata.reply_to_message_id)
+            if asked is None or reply.has_error():
+                continue  # a crashed or lost node is a dropout, whatever its error says
+            parsed = parse_reply(reply.content, max_bytes)
+            del reply
+            if parsed is not None:
+                yield asked, parsed
+                del parsed  # before the next one is pulled
+
+    def _push(self, stage: str, requests: Mapping[int, Mapping[str, Any]], ttl: float) -> dict[str, int]:
+        """{id of a message that was sent: its node}. What was sent is not kept."""
         vectors: dict[int, ArrayRecord] = {}  # the same theta goes to everyone: serialise it once
         messages = []
         for node, fields in requests.items():
@@ -52,33 +70,32 @@ class GridTransport:
             if VECTOR in fields:
                 vector = fields[VECTOR]
                 if id(vector) not in vectors:
-                    vectors[id(vector)] = ArrayRecord({VECTOR: Array(vector)})
+                    vectors[id(vector)] = to_record(vector)
                 content[ARRAYS] = vectors[id(vector)]
-            messages.append(Message(content, message_type=stage, dst_node_id=node, group_id=self._group, ttl=timeout))
-        replies = self._send_and_receive(messages, timeout)
-        node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
-        answers: dict[int, Reply] = {}
-        for reply in replies:
-            asked = node_of.get(reply.metadata.reply_to_message_id)
-            if asked is None or reply.has_error():
-                continue  # a crashed or lost node is a dropout, whatever its error says
-            parsed = parse_reply(reply.content, max_bytes)
-            if parsed is not None:
-                answers[asked] = parsed
-        return answers
+            messages.append(Message(content, message_type=stage, dst_node_id=node, group_id=self._group, ttl=ttl))
+        sent = {name for name in self._grid.push_messages(messages) if name}  # None: could not be sent
+        return {m.metadata.message_id: m.metadata.dst_node_id for m in messages if m.metadata.message_id in sent}
 
-    def _send_and_receive(self, messages: list[Message], timeout: float) -> list[Message]:
-        """Flower 1.42 looks for replies every three seconds, which is most of what a short exchange takes."""
-        left = {name for name in self._grid.push_messages(messages) if name}  # None: could not be sent
+    def _receive(self, left: set[str], timeout: float, at_once: int) -> Iterator[Message]:
+        """Replies to these messages, pulled ``at_once`` at a time.
+
+        Flower 1.42 looks for replies every three seconds, which is most of what a short exchange takes. What has come
+        by the deadline is read to the end, however long that takes.
+        """
         deadline = time.monotonic() + timeout
-        replies: list[Message] = []
-        while left and time.monotonic() < deadline:
-            new = list(self._grid.pull_messages(left))
-            replies += new
-            left -= {reply.metadata.reply_to_message_id for reply in new}
-            if left:
+        while left:
+            last, found = time.monotonic() >= deadline, False
+            names = sorted(left)
+            for start in range(0, len(names), at_once):
+                replies = list(self._grid.pull_messages(names[start : start + at_once]))
+                found |= bool(replies)
+                while replies:
+                    left.discard(replies[-1].metadata.reply_to_message_id)
+                    yield replies.pop()
+            if last and not found:
+                return
+            if left and not found:
                 time.sleep(POLL_S_SIMULATED if self.simulation else POLL_S)
-        return replies
 
 
 def parse_reply(content: RecordDict, max_bytes: int = 0) -> Reply | None:
@@ -101,36 +118,6 @@ def parse_reply(content: RecordDict, max_bytes: int = 0) -> Reply | None:
 
 
 def read_vector(content: RecordDict, max_bytes: int) -> np.ndarray | None:
-    """The flat vector of a message, or None for anything else. No allocation before the sizes were compared.
-
-    Flower's own parser is not used: numpy's file format can name other shapes, objects and huge sizes.
-    """
+    """The flat vector of a message, or None for anything else. It is taken out: the message holds none afterwards."""
     record = content.array_records.get(ARRAYS)
-    if record is None or list(record) != [VECTOR]:
-        return None
-    array = record[VECTOR]
-    data, dtype = array.data, _DTYPES.get(array.dtype)
-    if dtype is None or not isinstance(data, bytes) or len(data) > max_bytes + _NPY_HEADER:
-        return None
-    header = npy_header(dtype, (len(data) - _header_bytes(data)) // dtype.itemsize)
-    if not data.startswith(header) or (len(data) - len(header)) % dtype.itemsize:
-        return None
-    values = np.frombuffer(data, dtype, offset=len(header))
-    return values if values.nbytes <= max_bytes and tuple(array.shape) == values.shape else None
-
-
-_DTYPES = {name: np.dtype(name) for name in ("float32", "uint8")}
-_NPY_HEADER = 128
-
-
-def _header_bytes(data: bytes) -> int:
-    """Length of a version 1.0 npy header, 0 when there is none."""
-    return 10 + int.from_bytes(data[8:10], "little") if len(data) >= 10 else 0
-
-
-def npy_header(dtype: np.dtype, length: int) -> bytes:
-    """What numpy writes ahead of a flat array of this dtype and length."""
-    buffer = io.BytesIO()
-    description = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
-    np.lib.format.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()
+    return from_record(record, max_bytes) if record is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Checkpoint:
             for text in (name.encode(), raw.dtype.str.encode()):
                 digest.update(len(text).to_bytes(4, "big") + text)
             digest.update(len(raw.shape).to_bytes(4, "big") + b"".join(n.to_bytes(8, "big") for n in raw.shape))
-            digest.update(raw.tobytes())
+            digest.update(raw)
         digest.update(json.dumps(self._header(), sort_keys=True, separators=(",", ":")).encode())
         return digest.digest()
 
@@ -63,8 +64,6 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> bytes:
         ContractViolation: a parameter is not float32 or not finite.
         ArtifactError: the file cannot be written (nothing is left behind).
     """
-    from safetensors.numpy import save
-
     for name, value in checkpoint.parameters.items():
         if name.split(".")[0] == "head":
             raise ResidencyViolation(f"The action head {name} must not be stored by the coordinator.")
@@ -72,17 +71,32 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> bytes:
             raise ContractViolation(f"Parameter {name} must be finite float32.")
     content = checkpoint.content_hash()
     header = {**checkpoint._header(), "content_hash": content.hex()}
-    tensors = {name: np.ascontiguousarray(value) for name, value in checkpoint._tensors().items()}
-    atomic_write(path, _in_canonical_order(save(tensors, metadata=header)), mode=0o644)
+    atomic_write(path, _file(checkpoint._tensors(), header), mode=0o644)
     return content
 
 
-def _in_canonical_order(raw: bytes) -> bytes:
-    """The same safetensors file with sorted keys in its header, so that equal checkpoints are equal files."""
-    size = int.from_bytes(raw[:8], "little")
-    text = json.dumps(json.loads(raw[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+_NAMES = {"<f4": "F32", "<f8": "F64"}
+
+
+def _file(tensors: dict[str, np.ndarray], header: dict[str, str]) -> Iterator[memoryview]:
+    """The pieces of a safetensors file, without a copy of what is in it.
+
+    Its header has sorted keys, so that equal checkpoints are equal files; the tensors stand as the library would put
+    them, those of wide elements first, then by name.
+    """
+    values = {name: np.ascontiguousarray(v, v.dtype.newbyteorder("<")) for name, v in tensors.items()}
+    order = sorted(values, key=lambda name: (-values[name].itemsize, name))
+    entries: dict[str, object] = {"__metadata__": header}
+    end = 0
+    for name in order:
+        start, end = end, end + values[name].nbytes
+        kind = _NAMES[values[name].dtype.str]
+        entries[name] = {"dtype": kind, "shape": list(values[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        yield memoryview(values[name].reshape(-1).view(np.uint8))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -55,6 +55,8 @@ LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
 LATE_JOIN_S = 30.0
 """How long newcomers may keep a running federation waiting."""
 
+_PART = 1 << 20  # coordinates that are widened at a time
+
 Fields = dict[str, Any]
 Event = Callable[[str, Fields], None]
 
@@ -82,10 +84,11 @@ class Transport(Protocol):
 
     def exchange(
         self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
-    ) -> dict[int, Reply]:
-        """Send one message per node and wait; nodes that do not answer in time are absent.
+    ) -> Iterator[tuple[int, Reply]]:
+        """Send one message per node and wait: replies as they come, by node; who does not answer in time is absent.
 
-        ``max_bytes`` bounds the vector of a reply; a larger one is not read.
+        ``max_bytes`` bounds the vector of a reply; a larger one is not read. Where vectors are large, one is held at
+        a time: the caller lets go of a reply before it asks for the next.
         """
         ...
 
@@ -171,25 +174,27 @@ class Coordinator:
             PrivacyBudgetExceeded: a participant's budget ends the run; committed rounds stay committed.
             SecureAggregationError, NonDeterministicAggregation: see their docs; the checkpoint is the last commit.
         """
-        checkpoint = self._restore()
-        last_close = self._replay(checkpoint)
+        last_close = self._replay(self._restore())
         checkpoint = self._restore()
         self._recall_owed()
-        if checkpoint.round:
-            self.on_event("resumed", {"rounds": checkpoint.round})
+        index = checkpoint.round
+        if index:
+            self.on_event("resumed", {"rounds": index})
         try:
             self._join()
             roots = sorted(m.dataset_root.hex() for m in self.members.values())
             self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
             burnt = 0
-            while checkpoint.round < self.config.diloco.rounds:
+            while index < self.config.diloco.rounds:
                 if self.stop_asked():
                     where = f"To go on: lensemble run --resume {self.folder.path}"
                     raise RunStopped("The run was asked to stop and ended between two rounds.", where)
                 self._refresh()
                 outcome, last_close = self._round(checkpoint, last_close)
                 burnt = burnt + 1 if outcome == Outcome.BURNT else 0
+                del checkpoint  # two of them are more than the rest of a round takes
                 checkpoint = self._restore()
+                index = checkpoint.round
                 if burnt >= MAX_BURNT_IN_A_ROW:
                     raise SecureAggregationError(
                         f"{burnt} rounds in a row could not be summed.",
@@ -197,7 +202,7 @@ class Coordinator:
                         cause="mask_reconstruction_failed",
                     )
         except LensembleError as error:
-            self.on_event("stopped", {"code": error.code, "round": checkpoint.round})
+            self.on_event("stopped", {"code": error.code, "round": index})
             self._close_all(self._restore(), last_close)
             raise
         self._close_all(checkpoint, last_close)
@@ -209,10 +214,11 @@ class Coordinator:
         """The state after the last finished round; round 0 is written at the first start."""
         index = len(self.folder.rounds())
         if self.folder.checkpoint_path(index).is_file():
-            return self.folder.load_checkpoint(index)
+            stored = self.folder.load_checkpoint(index)
+            return dataclasses.replace(stored, parameters=self._named(self._theta(stored)))
         if index:
             raise RoundError(f"The checkpoint of round {index} is missing.", "Restore the output folder from a backup.")
-        theta = self.task.initial()
+        theta = self.task.initial().copy()  # the task may keep its own
         start = Checkpoint(
             self.folder.federation_id, 0, bytes(32), self._named(theta), np.zeros(theta.size, np.float64)
         )
@@ -227,10 +233,21 @@ class Coordinator:
         return {name: _finite(value) for name, value in self.task.evaluate(theta).items()}
 
     def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:
-        return {p.name: theta[p.start : p.start + p.size].reshape(p.shape).copy() for p in self.task.layout}
+        """Views of theta, which nobody changes any more."""
+        return {p.name: theta[p.start : p.start + p.size].reshape(p.shape) for p in self.task.layout}
 
     def _theta(self, checkpoint: Checkpoint) -> np.ndarray:
-        return np.concatenate([checkpoint.parameters[p.name].reshape(-1) for p in self.task.layout])
+        """All parameters in one vector: the one that they are views of, or else a copy."""
+        parts = [checkpoint.parameters[p.name] for p in self.task.layout]
+        whole = parts[0].base
+        if (
+            isinstance(whole, np.ndarray)
+            and whole.shape == (self.task.dimension,)
+            and whole.flags.c_contiguous
+            and all(v.base is whole and _offset(v, whole) == p.start for v, p in zip(parts, self.task.layout, strict=True))
+        ):
+            return whole
+        return np.concatenate([part.reshape(-1) for part in parts])
 
     def _replay(self, checkpoint: Checkpoint) -> RoundClose | None:
         """End a round that an earlier process left open: replay its stored sum, or burn it."""
@@ -256,7 +273,7 @@ class Coordinator:
             stored.total.shape == (opened.dimension,)
             and set(stored.survivors) <= set(opened.roster)
             and count == len(set(stored.survivors)) >= max(opened.threshold, opened.min_survivors)
-            and int(np.abs(stored.total).max(initial=0)) <= count * ring.qmax
+            and max(int(stored.total.max(initial=0)), -int(stored.total.min(initial=0))) <= count * ring.qmax
         )
         if not fits:
             raise ArtifactError(
@@ -336,7 +353,7 @@ class Coordinator:
         timeout = min(self.config.federation.timeout_s, self.config.federation.join_timeout_s)
         if len(self.members) >= self.config.federation.min_participants:
             timeout = min(timeout, LATE_JOIN_S)
-        replies = self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout)
+        replies = dict(self._exchange(Stage.JOIN, {n: {BODY: request} for n in fresh}, timeout))
         for node in fresh:
             reply = replies.get(node)
             reply_refused = reply is not None and reply.refusal is not None
@@ -381,27 +398,39 @@ class Coordinator:
 
     def _exchange(
         self, stage: str, requests: Mapping[int, Fields], timeout: float, max_bytes: int = 0
-    ) -> dict[int, Reply]:
+    ) -> Iterator[tuple[int, Reply]]:
         self._traffic.down += sum(_size(v) for fields in requests.values() for v in fields.values())
-        began = self.clock()
-        replies = self.transport.exchange(stage, requests, timeout, max_bytes)
+        began, answered = self.clock(), 0
+        for node, reply in self.transport.exchange(stage, requests, timeout, max_bytes):
+            answered += 1
+            self._traffic.up += len(reply.body) + _size(reply.vector)
+            yield node, reply
+            del reply  # before the next one is read
         seconds = self.clock() - began
         self._traffic.seconds[stage] = self._traffic.seconds.get(stage, 0.0) + seconds
-        facts = {"asked": len(requests), "answered": len(replies), "seconds": round(seconds, 3)}
+        facts = {"asked": len(requests), "answered": answered, "seconds": round(seconds, 3)}
         self.on_event("stage", {"stage": stage, "round": self._index, **facts})
-        self._traffic.up += sum(len(r.body) + _size(r.vector) for r in replies.values())
-        return replies
 
     def _ask(
-        self, stage: str, requests: Mapping[bytes, Fields], max_bytes: int = 0
+        self,
+        stage: str,
+        requests: Mapping[bytes, Fields],
+        max_bytes: int = 0,
+        take: Callable[[bytes, Reply], None] | None = None,
     ) -> tuple[dict[bytes, Reply], dict[bytes, Refusal]]:
-        """One exchange by identity: (answers, refusals). Who is in neither did not answer."""
+        """One exchange by identity: (answers, refusals). Who is in neither did not answer.
+
+        With ``take`` every answer is handed over as it comes and not kept.
+        """
         by_node = {self.members[i].node: i for i in requests if i in self.members}
         sent = {node: requests[i] for node, i in by_node.items()}
         answers: dict[bytes, Reply] = {}
         refusals: dict[bytes, Refusal] = {}
-        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s, max_bytes).items():
-            if reply.refusal is None:
+        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s, max_bytes):
+            if reply.refusal is None and take is not None:
+                take(by_node[node], reply)
+                del reply  # before the next one is read
+            elif reply.refusal is None:
                 answers[by_node[node]] = reply
             else:
                 refusals[by_node[node]] = reply.refusal
@@ -475,12 +504,15 @@ class Coordinator:
             if len(present) < need:
                 raise _Void(f"{len(present)} of {len(opened.roster)} left after {stage}; {need} are needed")
 
+        def excluded(cause: object) -> None:
+            self.on_event("excluded", {"round": opened.round, "cause": cause})
+
         def take(add: Callable[[bytes, Any], None], answers: dict[bytes, Any]) -> None:
             for identity in sorted(answers):
                 try:
                     add(identity, answers[identity])
                 except SecureAggregationError as error:
-                    self.on_event("excluded", {"round": opened.round, "cause": error.fields["cause"]})
+                    excluded(error.fields["cause"])
 
         request = {BODY: opened.encode(), ATTEMPT: attempt, CLOSES: last.encode() if last else b""}
         owed = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
@@ -505,10 +537,9 @@ class Coordinator:
             i: {**({} if i in holds else {VECTOR: model}), ENVELOPES: session.envelopes_for(i)} for i in session.u2
         }
         ring = session_params(opened, attempt).ring
-        # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
-        answers, _ = self._ask(Stage.TRAIN, requests, ring.wire_bytes)
-        for identity, reply in list(answers.items()):
-            root = reply.body[:HASH_BYTES]
+
+        def add_masked(identity: bytes, reply: Reply) -> None:
+            root, message = reply.body[:HASH_BYTES], reply.body[HASH_BYTES:]
             if root != self.members[identity].dataset_root:
                 mismatch = CommitmentMismatch(
                     "An update names another dataset root than its participant joined with; it is not summed.",
@@ -516,14 +547,16 @@ class Coordinator:
                     got_root=root.hex(),
                     round=opened.round,
                 )
-                self.on_event("excluded", {"round": opened.round, "cause": mismatch.code})
-                del answers[identity]
+                return excluded(mismatch.code)
+            try:
+                vector = from_wire(cast(np.ndarray, reply.vector), ring)
+                session.add_masked(identity, message, vector, root, threads=cores())
+            except SecureAggregationError as error:
+                excluded(error.fields["cause"])
 
-        def add_masked(identity: bytes, reply: Reply) -> None:
-            root, message = reply.body[:HASH_BYTES], reply.body[HASH_BYTES:]
-            session.add_masked(identity, message, from_wire(cast(np.ndarray, reply.vector), ring), root)
-
-        take(add_masked, answers)
+        # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
+        # Vectors are added as they come, in any order: the sum is the same, and only one of them is ever held.
+        self._ask(Stage.TRAIN, requests, ring.wire_bytes, add_masked)
         enough(session.u3, "masked updates")
 
         question = session.survivors()
@@ -550,7 +583,11 @@ class Coordinator:
         """Decision 14: no honest sum is longer than C_t C + s sqrt(C_t) (sqrt d + 8)."""
         if not opened.private:
             return
-        norm = float(np.linalg.norm(np.ldexp(total.astype(np.float64), -opened.scale_log2)))
+        squares = 0.0
+        for start in range(0, total.size, _PART):
+            part = total[start : start + _PART].astype(np.float64)
+            squares += float(np.dot(part, part))  # in steps of the grid: far below the end of float64
+        norm = math.ldexp(squares**0.5, -opened.scale_log2)
         bound = count * opened.clip_norm + opened.noise_std * count**0.5 * (opened.dimension**0.5 + 8)
         # Rounding to the ring adds at most half a grid step per coordinate and participant.
         bound += count * opened.dimension**0.5 * 2.0 ** (-opened.scale_log2 - 1)
@@ -688,6 +725,11 @@ def _size(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     return 0 if value is None else 8
+
+
+def _offset(view: np.ndarray, whole: np.ndarray) -> int:
+    """Where in ``whole`` a view of it begins, in elements."""
+    return (view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]) // whole.itemsize
 
 
 def _finite(value: float) -> float | None:

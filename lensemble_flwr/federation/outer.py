@@ -18,6 +18,8 @@ from lensemble_flwr.errors import ContractViolation, NonDeterministicAggregation
 BLOCK = 1 << 16
 """Coordinates per block: 512 KiB of float64, within a core's cache."""
 
+_PART, _PRIME_PART = 1 << 20, 786_433
+
 Step = tuple[np.ndarray, np.ndarray]
 
 
@@ -64,15 +66,20 @@ def mean_of_sum(total: np.ndarray, scale_log2: int, count: int, sample_rate: flo
     """Mean of ``count`` released updates from their integer sum on the ring's grid; float64, exact up to the division.
 
     Args:
-        total: shape (d,), int64, |value| < 2**53.
+        total: shape (d,), signed integers, |value| < 2**53.
         scale_log2: the ring's grid is 2**-scale_log2.
         count: survivors C_t, > 0.
         sample_rate: q, the public rate of the participants' secret coins. The divisor is q C_t, so that the result is
             an unbiased estimate of the mean update (the fixed denominator of McMahan et al. 2018, arXiv:1710.06963).
     """
-    if total.dtype != np.int64 or count < 1 or not 0.0 < sample_rate <= 1.0:
-        raise ContractViolation(f"A sum of {count} updates at rate {sample_rate!r} must be int64, not {total.dtype}.")
-    return np.ldexp(total.astype(np.float64), -scale_log2) / (sample_rate * count)
+    if total.dtype.kind != "i" or count < 1 or not 0.0 < sample_rate <= 1.0:
+        raise ContractViolation(
+            f"A sum of {count} updates at rate {sample_rate!r} must be of signed integers, not {total.dtype}."
+        )
+    mean = total.astype(np.float64)
+    np.ldexp(mean, -scale_log2, out=mean)
+    mean /= sample_rate * count
+    return mean
 
 
 def checked_step(
@@ -90,14 +97,30 @@ def checked_step(
 ) -> Step:
     """The outer step from an integer sum, computed twice with different chunking and compared byte for byte.
 
+    Both passes go through the vectors a part at a time, so that besides the result nothing as long as they exists.
+
+    Args:
+        step: :func:`outer_step`, or what a test puts in its place; called for parts of the vectors.
+
     Raises:
         NonDeterministicAggregation: the two derivations differ; nothing may be committed.
     """
-    mean = mean_of_sum(total, scale_log2, count, sample_rate)
-    first = step(params, momentum, mean, lr, mu)
-    # A prime block length shares no boundary with the first pass.
-    again = step(params, momentum, mean_of_sum(total, scale_log2, count, sample_rate), lr, mu, block=8191)
-    hashes = [hashlib.sha256(p.tobytes() + b.tobytes()).hexdigest() for p, b in (first, again)]
+    new_params, new_momentum = np.empty_like(params), np.empty_like(momentum)
+
+    def derive(length: int, block: int, keep: bool) -> str:
+        digests = hashlib.sha256(), hashlib.sha256()
+        for start in range(0, params.size, length):
+            part = slice(start, start + length)
+            mean = mean_of_sum(total[part], scale_log2, count, sample_rate)
+            made = step(params[part], momentum[part], mean, lr, mu, block=block)
+            for digest, value in zip(digests, made, strict=True):
+                digest.update(np.ascontiguousarray(value))
+            if keep:
+                new_params[part], new_momentum[part] = made
+        return "".join(digest.hexdigest() for digest in digests)
+
+    # Prime lengths share no boundary with the first pass.
+    hashes = derive(_PART, BLOCK, True), derive(_PRIME_PART, 8191, False)
     if hashes[0] != hashes[1]:
         raise NonDeterministicAggregation(
             f"Round {round_index}: the same sum gave two models.",
@@ -106,4 +129,4 @@ def checked_step(
             expected_hash=hashes[0],
             got_hash=hashes[1],
         )
-    return first
+    return new_params, new_momentum

@@ -334,12 +334,13 @@ class SiteParticipant:
         # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
         ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
         release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
-        digest = self.site.save_release(fid, index, release.to_bytes())
+        del delta
+        digest = self.site.save_release(fid, index, release)
         if state is not None:  # however a secret coin fell: a state kept only with the update would tell it
             self.site.stage_local_state(fid, index, state)
         ledger.encoded(fid, index, digest, opened.digest())
         if self.site.policy.log_releases:
-            self.site.log_release(fid, index, release.to_bytes())
+            self.site.log_release(fid, index, release)
         self.site.adopt_local_state(fid, index)
         return release
 
@@ -357,7 +358,7 @@ class SiteParticipant:
             delta = result.theta - theta
             if delta.dtype != np.float32 or not np.isfinite(delta).all():
                 raise ContractViolation("The local update is not finite.")
-            if not opened.private and np.abs(delta).max() > self.config.secagg.range:
+            if not opened.private and max(delta.max(), -delta.min()) > self.config.secagg.range:
                 raise ContractViolation("The local update has a coordinate over the public range.")
         except Exception as error:
             if not opened.private:
@@ -463,7 +464,7 @@ class SiteParticipant:
         if opened is not None and opened.digest() == closed.open_hash:
             self.memory.clear()  # the secrets of a round that is over
         if theta is not None:
-            self.site.save_model(fid, theta.astype("<f4").tobytes(), verified)
+            self.site.save_model(fid, theta, verified)
         return Outgoing(ACK)
 
     def _check_model(self, closed: RoundClose, theta: np.ndarray) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import zipfile
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from lensemble_flwr.durable import append_fsync, atomic_write
+from lensemble_flwr.durable import append_fsync, atomic_file, atomic_write
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, RoundError
 from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lensemble_flwr.federation.records import RoundOpen
@@ -41,11 +40,12 @@ from lensemble_flwr.json_log import KEYS, json_line, log_context, short_id
 
 SCHEMA_VERSION = 1
 _TROUBLE = ("refused", "excluded", "void")
+_PART = 1 << 20  # coordinates that are widened at a time
 
 
 @dataclass(frozen=True)
 class StoredSum:
-    """The verified sum of one round: int64 payload, the survivors it covers."""
+    """The verified sum of one round: its payload (signed integers of any width), the survivors it covers."""
 
     total: np.ndarray
     survivors: tuple[bytes, ...]
@@ -54,9 +54,11 @@ class StoredSum:
     """Opened with the sum, where participants verify it."""
 
     def digest(self) -> bytes:
-        return hashlib.sha256(
-            b"lensemble sum\0" + b"".join(self.survivors) + np.ascontiguousarray(self.total, "<i8").tobytes()
-        ).digest()
+        """SHA-256 over the survivors and the total as int64, whatever its dtype here."""
+        digest = hashlib.sha256(b"lensemble sum\0" + b"".join(self.survivors))
+        for start in range(0, self.total.size, _PART):
+            digest.update(np.ascontiguousarray(self.total[start : start + _PART], "<i8"))
+        return digest.digest()
 
     def mark(self) -> bytes:
         """A digest of everything, to find damage on the disk."""
@@ -258,11 +260,10 @@ class RunFolder:
 
     def store_sum(self, index: int, stored: StoredSum) -> None:
         """fsync the verified sum before it is used."""
-        buffer = io.BytesIO()
         survivors = np.frombuffer(b"".join(stored.survivors), np.uint8)
         opening, mark = np.array([stored.attempt, stored.tag], np.uint64), np.frombuffer(stored.mark(), np.uint8)
-        np.savez(buffer, total=stored.total, survivors=survivors, opening=opening, mark=mark)
-        atomic_write(self._round(index) / "sum.npz", buffer.getvalue(), mode=0o644)
+        with atomic_file(self._round(index) / "sum.npz", mode=0o644) as file:
+            np.savez(file, total=stored.total, survivors=survivors, opening=opening, mark=mark)
 
     def stored_sum(self, index: int) -> StoredSum | None:
         """The sum of a round that was broken off after unmasking."""
@@ -288,9 +289,10 @@ class RunFolder:
             with np.load(path) as file:
                 raw, total, mark = file["survivors"].tobytes(), file["total"], file["mark"].tobytes()
                 attempt, tag = file["opening"].tolist()
-            if total.dtype != np.int64 or total.ndim != 1 or len(raw) % 32:
+            if total.dtype.kind != "i" or total.ndim != 1 or len(raw) % 32:
                 raise ValueError("not a sum")
-            stored = StoredSum(total, tuple(raw[i : i + 32] for i in range(0, len(raw), 32)), attempt, tag)
+            survivors = tuple(raw[i : i + 32] for i in range(0, len(raw), 32))
+            stored = StoredSum(total.astype(np.int64, copy=False), survivors, attempt, tag)
             if stored.mark() != mark:
                 raise ValueError("its digest does not match")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

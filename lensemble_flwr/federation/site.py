@@ -226,10 +226,13 @@ class Site:
     def _release_path(self, federation_id: bytes, round_index: int) -> Path:
         return self.folder / "releases" / f"{federation_id.hex()}-{round_index}.q"
 
-    def save_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> bytes:
-        """Write an encoded update before it may be sent; returns its SHA-256."""
-        atomic_write(self._release_path(federation_id, round_index), encoded)
-        return hashlib.sha256(encoded).digest()
+    def save_release(self, federation_id: bytes, round_index: int, release: Release) -> bytes:
+        """Write an encoded update before it may be sent; returns the SHA-256 of its bytes."""
+        pieces, digest = release.pieces(), hashlib.sha256()
+        atomic_write(self._release_path(federation_id, round_index), pieces)
+        for piece in pieces:
+            digest.update(piece)
+        return digest.digest()
 
     def load_release(self, federation_id: bytes, round_index: int, expected_hash: bytes) -> Release | None:
         """The cached update, or None when it is missing or not the one that the ledger names."""
@@ -238,11 +241,11 @@ class Site:
         except (OSError, ArtifactError):
             return None
 
-    def log_release(self, federation_id: bytes, round_index: int, encoded: bytes) -> None:
+    def log_release(self, federation_id: bytes, round_index: int, release: Release) -> None:
         """Keep a copy for the site's own audits; only the site's policy can ask for it, never a run."""
         folder = self.folder / "released"
         folder.mkdir(mode=0o700, exist_ok=True)
-        atomic_write(folder / f"{federation_id.hex()}-{round_index}.q", encoded)
+        atomic_write(folder / f"{federation_id.hex()}-{round_index}.q", release.pieces())
 
     def delete_release(self, federation_id: bytes, round_index: int) -> None:
         """Forget a cached update once its round is over."""
@@ -351,10 +354,11 @@ class Site:
         """Forget the state of a forfeited release."""
         (self.folder / "local" / f"{federation_id.hex()}-{round_index}.staged").unlink(missing_ok=True)
 
-    def save_model(self, federation_id: bytes, theta: bytes, verified: bool = True) -> None:
-        """Keep the model with which this site ended the federation, by its name as one that it could not verify."""
+    def save_model(self, federation_id: bytes, theta: np.ndarray, verified: bool = True) -> None:
+        """Keep the model with which this site ended the federation (little-endian float32), by its name as one that it
+        could not verify."""
         name = f"{federation_id.hex()}{'' if verified else '.unverified'}.theta"
-        atomic_write(self.folder / "models" / name, theta)
+        atomic_write(self.folder / "models" / name, np.ascontiguousarray(theta, "<f4").view(np.uint8).data)
 
     # ------------------------------------------------------------------ the site's own log
 

@@ -540,10 +540,14 @@ class Release(_Sealed):
 
     def to_bytes(self) -> bytes:
         """The release as stored at the site, 4 bytes a coordinate. Keep its SHA-256 with the ledger."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> tuple[bytes, memoryview]:
+        """What :meth:`to_bytes` joins, without a copy of q."""
         head = _STORED.pack(
             _MAGIC, _ENTROPIES.index(self.entropy), self.private, self.ring.scale_log2, self.ring.qmax, self.dimension
         )
-        return head + self.q.astype("<i4", copy=False).tobytes()
+        return head, memoryview(np.ascontiguousarray(self.q, "<i4").view(np.uint8))
 
     @staticmethod
     def from_bytes(stored: bytes, sha256: bytes) -> Release:
@@ -560,7 +564,7 @@ class Release(_Sealed):
             raise ArtifactError("The stored release is not the one that the ledger recorded.")
         try:
             magic, kind, private, scale_log2, qmax, dimension = _STORED.unpack_from(stored)
-            q = np.frombuffer(stored, "<i4", offset=_STORED.size).astype(np.int32)
+            q = np.frombuffer(stored, "<i4", offset=_STORED.size).astype(np.int32, copy=False)
             if magic != _MAGIC or q.size != dimension or private > 1 or _outside(q, qmax):
                 raise ValueError("content")
             entropy = _ENTROPIES[kind]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cryptography.hazmat.primitives import hashes
+import hmac
+
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from lensemble_flwr.errors import SecureAggregationError
 
@@ -13,8 +13,13 @@ _FIELD = 2**255 - 19
 _PROBE = X25519PrivateKey.from_private_bytes(bytes(31) + b"\x40")
 
 
+def load(private: bytes | bytearray) -> X25519PrivateKey:
+    """A private key ready for use: loading costs a scalar multiplication, as much as an exchange."""
+    return X25519PrivateKey.from_private_bytes(private)
+
+
 def public_key(private: bytes | bytearray) -> bytes:
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return load(private).public_key().public_bytes_raw()
 
 
 def check_public_keys(keys: dict[str, tuple[bytes, ...]]) -> None:
@@ -42,9 +47,9 @@ def refuse_small_order(public: bytes, member: str) -> None:
     _exchange(_PROBE, public, member)
 
 
-def shared_secret(private: bytes | bytearray, public: bytes, member: str) -> bytes:
+def shared_secret(private: X25519PrivateKey, public: bytes, member: str) -> bytes:
     """X25519. Raises SecureAggregationError: key_agreement_failed for a point of small order."""
-    return _exchange(X25519PrivateKey.from_private_bytes(private), public, member)
+    return _exchange(private, public, member)
 
 
 def _exchange(private: X25519PrivateKey, public: bytes, member: str) -> bytes:
@@ -79,4 +84,5 @@ def group_key(t1: bytes, members: bytes, nonces: bytes) -> bytes:
 
 
 def _derive(salt: bytes, secret: bytes, info: bytes) -> bytes:
-    return HKDF(hashes.SHA256(), 32, salt=salt, info=info).derive(secret)
+    """HKDF-SHA256 (RFC 5869) for one block of output: extract, then expand once. Two calls instead of an object."""
+    return hmac.digest(hmac.digest(salt, secret, "sha256"), info + b"\x01", "sha256")

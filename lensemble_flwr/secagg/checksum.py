@@ -68,9 +68,9 @@ class SegmentDigest:
         self._at = (self._at + values.size) % COLUMNS
         return not outside
 
-    def unfold(self, lanes: npt.NDArray[Any], values: npt.NDArray[np.int64], limit: int, bits: int) -> bool:
-        """values = centered lanes, and :meth:`update`, by a compiled loop; whether all |values| <= limit."""
-        outside = mask_loops.unfold.compiled()(lanes, values, self._columns, self._at, limit, bits)
+    def tally(self, values: npt.NDArray[Any], limit: int) -> bool:
+        """:meth:`update` by a compiled loop; whether all |values| <= limit."""
+        outside = mask_loops.tally.compiled()(values, self._columns, self._at, limit)
         self._at = (self._at + values.size) % COLUMNS
         return not outside
 

@@ -94,10 +94,11 @@ class ClientSession:
             self._require_vouchers({j for j, entry in entries.items() if entry[wire.KEY_PAIR_BYTES]})
         t1 = transcript.keyed(params.hash, ((params.identity(j), entries[j]) for j in u1))
         peers = [j for j in u1 if j != self._position]
+        c_private, s_private = agreement.load(fresh.c_private), agreement.load(fresh.s_private)
         agreed = {
             j: (
-                agreement.shared_secret(fresh.c_private, keys[j][0], self._name(j)),
-                agreement.shared_secret(fresh.s_private, keys[j][1], self._name(j)),
+                agreement.shared_secret(c_private, keys[j][0], self._name(j)),
+                agreement.shared_secret(s_private, keys[j][1], self._name(j)),
             )
             for j in peers
         }

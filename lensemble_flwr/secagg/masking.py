@@ -1,7 +1,7 @@
 """The masked vector: built at a member, added up and opened at the coordinator. Layout: :mod:`.ring`.
 
 All three work segment by segment and in place. None of them builds a mask, or a copy of anything, as long as the
-vector (the opened sum, which is int64, aside).
+vector: the opened sum stands where the masked one was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from lensemble_flwr.compiled import use
 from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.secagg import checksum, keystream, mask_loops
 from lensemble_flwr.secagg.keystream import SEGMENT, Key
-from lensemble_flwr.secagg.ring import Lanes, RingParams, center, check_array, check_lanes, check_range, out_of_reach
+from lensemble_flwr.secagg.ring import (
+    Lanes,
+    RingParams,
+    center,
+    center_in_place,
+    check_array,
+    check_lanes,
+    check_range,
+    out_of_reach,
+)
 
 _FOLD = 12 * checksum.COLUMNS  # coordinates that numpy passes over several times, in the first-level caches
 _TAIL_SEGMENT = 2**32 - 1  # the tail has a keystream segment of its own
@@ -92,62 +101,83 @@ def _fold(values: npt.NDArray[Any], lanes: Lanes, digest: checksum.SegmentDigest
     return True
 
 
-def accumulate(total: Lanes, vector: Lanes, ring: RingParams) -> None:
+def accumulate(total: Lanes, vector: Lanes, ring: RingParams, threads: int = 1) -> None:
     """total += vector, in place. Both are checked first, so that a bad vector leaves `total` as it was.
+
+    Args:
+        threads: the result does not depend on it.
 
     Raises:
         SecureAggregationError: malformed_update.
     """
     check_array(vector, ring.padded, (ring.lane,), "The masked vector")
     check_lanes(vector, ring)
-    body = total[: ring.body]
-    np.add(body, vector[: ring.body], out=body)  # a 24-bit ring is reduced once, when the sum is opened
+
+    def one(segment: int) -> None:
+        part = slice(segment * SEGMENT, min((segment + 1) * SEGMENT, ring.body))
+        np.add(total[part], vector[part], out=total[part])  # a 24-bit ring is reduced once, when the sum is opened
+
+    keystream.for_each(one, ring.segments, threads)
     _write_tail(total, ring, _read_tail(total, ring) + _read_tail(vector, ring))
 
 
 def unmask(
     total: Lanes, ring: RingParams, t1: bytes, plus: Sequence[Key], minus: Sequence[Key], count: int, threads: int = 1
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[np.signedinteger[Any]]:
     """Add `plus` and subtract `minus` from the sum of `count` masked vectors, in place, and verify what appears.
 
-    Verified are the sentinels, the range and the checksum.
+    Verified are the sentinels, the range and the checksum. `total` is lost either way: it holds the result, or zeros.
 
     Returns:
-        int64, shape (d,): the sum of the payloads.
+        signed integers as wide as a lane, shape (d,): the sum of the payloads, a view of `total`.
 
     Raises:
         SecureAggregationError: sum_check_failed.
     """
     weights = checksum.weights(t1, ring)
-    opened = np.empty(ring.dimension, np.int64)
-    fast = use(ring.dimension, mask_loops.unfold)
+    fast = use(ring.dimension, mask_loops.tally)
 
     def one(segment: int) -> int:
         digest = checksum.SegmentDigest(segment, weights)
         masks = keystream.Masks(segment, plus, minus, ring.lane)
-        for target, values in _walk(total, opened, ring, segment, masks):
+        lanes, ahead = total[segment * SEGMENT : min((segment + 1) * SEGMENT, ring.body)], ring.sentinels
+        for block in masks.blocks(lanes.size):
+            target = lanes[block]
             masks.apply(target)
-            _reduce(target, ring)
-            ones = target.size - values.size
-            if not np.all(target[:ones] == count):
+            if ahead and not np.all(_reduced(target[:ahead], ring) == count):
                 raise _unbalanced(f"The sentinels of segment {segment} do not count {count} members.")
+            values, ahead = center_in_place(target[ahead:], ring), 0
             if fast:
-                if not digest.unfold(target[ones:], values, count * ring.qmax, ring.bits):
+                if not digest.tally(values, count * ring.qmax):
                     raise out_of_reach()
                 continue
             for start in range(0, values.size, _FOLD):
                 part = values[start : start + _FOLD]
-                center(target[ones + start : ones + start + part.size], ring, out=part)
                 check_range(part, count * ring.qmax)
                 digest.update(part)
         masks.wipe()
         return digest.term()
 
-    terms = keystream.for_each(one, ring.segments, threads)
-    claimed = _read_tail(total, ring) + _tail_mask(ring, plus, minus)
-    if not checksum.matches(claimed % (1 << checksum.BITS), terms):
-        raise _unbalanced("The checksum of the sum is not the sum of the checksums.")
-    return opened
+    try:
+        terms = keystream.for_each(one, ring.segments, threads)
+        claimed = _read_tail(total, ring) + _tail_mask(ring, plus, minus)
+        if not checksum.matches(claimed % (1 << checksum.BITS), terms):
+            raise _unbalanced("The checksum of the sum is not the sum of the checksums.")
+    except BaseException:
+        total.fill(0)
+        raise
+    return _close_up(total, ring)
+
+
+def _close_up(total: Lanes, ring: RingParams) -> npt.NDArray[np.signedinteger[Any]]:
+    """Move the payload together over the sentinels; what is behind it becomes zero."""
+    room = SEGMENT - ring.sentinels
+    for segment in range(ring.segments):
+        first, size = segment * room, min(room, ring.dimension - segment * room)
+        start = segment * SEGMENT + ring.sentinels
+        total[first : first + size] = total[start : start + size]  # numpy copies where the two overlap
+    total[ring.dimension :] = 0
+    return total[: ring.dimension].view(f"<i{ring.lane.itemsize}")
 
 
 def _unbalanced(message: str) -> SecureAggregationError:
@@ -171,6 +201,10 @@ def _walk(
 def _reduce(lanes: Lanes, ring: RingParams) -> None:
     if ring.bits == 24:
         np.bitwise_and(lanes, lanes.dtype.type(0xFFFFFF), out=lanes)
+
+
+def _reduced(lanes: Lanes, ring: RingParams) -> Lanes:
+    return lanes & lanes.dtype.type(0xFFFFFF) if ring.bits == 24 else lanes
 
 
 def _tail_mask(ring: RingParams, plus: Sequence[Key], minus: Sequence[Key]) -> int:

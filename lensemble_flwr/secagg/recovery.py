@@ -24,7 +24,9 @@ def recover(
         genuine: compares a candidate with what was published about the secret.
         culprits: points known to be bad; extended.
     """
-    points = sorted(shares, key=lambda x: (x in culprits, x))
+    points = sorted(shares)
+    if culprits:
+        points.sort(key=culprits.__contains__)  # stable
     for attempt, subset in enumerate(_runs(points, threshold)):
         chosen = {x: shares[x] for x in subset}
         try:

@@ -286,11 +286,20 @@ def center(lanes: Lanes, ring: RingParams, out: npt.NDArray[np.int64] | None = N
     return out
 
 
+def center_in_place(lanes: Lanes, ring: RingParams) -> npt.NDArray[np.signedinteger[Any]]:
+    """As :func:`center`, as wide as a lane and in its place."""
+    signed = lanes.view(f"<i{ring.lane.itemsize}")
+    if ring.bits == 24:
+        np.left_shift(lanes, np.uint32(8), out=lanes)
+        np.right_shift(signed, np.int32(8), out=signed)
+    return signed
+
+
 def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray[np.float64]:
     """A sum of `count` encoded payloads, in units of the payload.
 
     Args:
-        total: the sum, shape (d,): ring lanes, or int64 as ServerSession.unmask returns it.
+        total: the sum, shape (d,): ring lanes, or signed integers as ServerSession.unmask returns them, or int64.
         ring: the round's ring.
         count: number of summands.
 
@@ -301,11 +310,12 @@ def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray
         SecureAggregationError: sum_check_failed if a coordinate is over count * qmax, malformed_update for a wrong
             shape or dtype.
     """
-    check_array(total, ring.dimension, (ring.lane, np.dtype("=i8")), "The sum")
+    signed = np.dtype(f"<i{ring.lane.itemsize}")
+    check_array(total, ring.dimension, (ring.lane, signed, np.dtype("=i8")), "The sum")
     out = np.empty(ring.dimension, np.float64)
     for block in _blocks(ring.dimension):
         part = total[block]
-        if part.dtype != np.int64:
+        if part.dtype == ring.lane:
             check_lanes(part, ring)
             part = center(part, ring)
         check_range(part, count * ring.qmax)
@@ -313,7 +323,7 @@ def decode(total: npt.NDArray[Any], ring: RingParams, count: int) -> npt.NDArray
     return out
 
 
-def check_range(total: npt.NDArray[np.int64], limit: int) -> None:
+def check_range(total: npt.NDArray[np.signedinteger[Any]], limit: int) -> None:
     """Refuse a sum that honest summands cannot have. Raises SecureAggregationError: sum_check_failed."""
     if total.size and (total.max() > limit or total.min() < -limit):
         raise out_of_reach()

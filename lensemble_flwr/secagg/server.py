@@ -6,9 +6,11 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from lensemble_flwr.errors import SecureAggregationError
 from lensemble_flwr.secagg import agreement, masking, projection, shamir, signing, transcript, wire
@@ -37,10 +39,11 @@ class ServerSession:
     def __init__(self, params: SessionParams) -> None:
         self._params = params
         self._keys: dict[int, tuple[bytes, bytes]] = {}
+        self._seen: set[bytes] = set()  # every public key so far
         self._entries: dict[int, bytes] = {}  # the same keys as they were signed: cpk || spk || signature
         self._commitments: dict[int, bytes] = {}
         self._envelopes: dict[int, dict[int, bytes]] = {}  # sender -> reader -> envelope
-        self._total: Lanes | None = None
+        self._total: Lanes | None = None  # the one array as long as a vector that a session holds
         self._roots: dict[int, bytes] = {}  # of the vectors that are in the sum
         self._tag = 0  # sum of the tags of the same members, masked like the vectors
         self._confirmations: dict[int, bytes] = {}
@@ -113,12 +116,13 @@ class ServerSession:
         agreement.check_public_keys({identity.hex(): pair})
         for key in pair:
             agreement.refuse_small_order(key, identity.hex())
-        if any(key in other for other in self._keys.values() for key in pair):
+        if not self._seen.isdisjoint(pair):
             raise SecureAggregationError(
                 "A public key is already another member's.", cause="key_agreement_failed", member=identity.hex()
             )
         signing.verify(signature, Stage.KEYS, self._params.hash, identity, body)
         self._keys[position], self._entries[position] = pair, entry
+        self._seen.update(pair)
 
     def roster_keys(self) -> bytes:
         """Fix U1; the message is the same for each of its members. Raises below_threshold, below_min_survivors."""
@@ -191,7 +195,7 @@ class ServerSession:
             )
         if self._total is None:
             self._total = np.zeros(ring.padded, ring.lane)
-        masking.accumulate(self._total, vector, ring)
+        masking.accumulate(self._total, vector, ring, threads)
         self._tag = (self._tag + tag) % projection.PRIME
         self._roots[position] = root
 
@@ -249,11 +253,12 @@ class ServerSession:
                 shamir.parse(share)
         self._reveals[position] = shares
 
-    def unmask(self, *, threads: int = 1) -> npt.NDArray[np.int64]:
+    def unmask(self, *, threads: int = 1) -> npt.NDArray[np.signedinteger[Any]]:
         """Reconstruct one secret of each member of U2, take the masks off the sum, verify it.
 
         Returns:
-            int64, shape (d,): the exact sum of the payloads of U3.
+            int32 (int16 in a ring of 16 bits), shape (d,): the exact sum of the payloads of U3, in the place of the
+            masked sum. Widen it before arithmetic that may leave the ring.
 
         Raises:
             SecureAggregationError: below_threshold (too few revealed; more may still be added),
@@ -272,10 +277,7 @@ class ServerSession:
         self._reveals.clear()
         if self._params.verify:
             self._tag = (self._tag + projection.mask(plus, minus)) % projection.PRIME
-        try:
-            return masking.unmask(total, self._params.ring, self._t1, plus, minus, len(u3), threads)
-        finally:
-            total.fill(0)
+        return masking.unmask(total, self._params.ring, self._t1, plus, minus, len(u3), threads)
 
     def _mask_keys(self, u3: tuple[int, ...]) -> tuple[list[Key], list[Key]]:
         """Keys of the keystreams to add to and to subtract from the sum, so that every mask in it is gone."""
@@ -286,7 +288,7 @@ class ServerSession:
                 seed = self._secret(owner, partial(self._is_seed, owner))
                 minus.append(agreement.self_mask_key(self._t1, seed))
                 continue
-            private = self._secret(owner, partial(self._is_mask_key, owner))
+            private = agreement.load(self._secret(owner, partial(self._is_mask_key, owner)))
             for survivor in u3:
                 # the survivor added the mask of the pair if the dropout's position is the higher one
                 (minus if owner > survivor else plus).append(self._pair_key(private, owner, survivor))
@@ -298,7 +300,7 @@ class ServerSession:
     def _is_mask_key(self, owner: int, private: bytes) -> bool:
         return agreement.public_key(private) == self._keys[owner][1]
 
-    def _pair_key(self, private: bytes, owner: int, survivor: int) -> bytes:
+    def _pair_key(self, private: X25519PrivateKey, owner: int, survivor: int) -> bytes:
         one, other = self._params.identity(owner), self._params.identity(survivor)
         shared = agreement.shared_secret(private, self._keys[survivor][1], other.hex())
         return agreement.pair_mask_key(self._t1, shared, one, other)

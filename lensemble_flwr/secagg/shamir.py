@@ -35,6 +35,7 @@ def split(secret: bytes | bytearray, threshold: int, points: Collection[int], en
         raise ContractViolation("split() takes a 32-byte secret and a threshold of 1 .. number of points.")
     coefficients = [int.from_bytes(secret, "big")]
     coefficients += [int.from_bytes(entropy(_COEFFICIENT_BYTES), "big") % PRIME for _ in range(threshold - 1)]
+    coefficients.reverse()
     return {x: _polynomial(coefficients, x).to_bytes(SHARE_BYTES, "big") for x in points}
 
 
@@ -68,9 +69,13 @@ def parse(share: bytes) -> int:
 
 
 def _polynomial(coefficients: list[int], x: int) -> int:
-    value = 0
-    for coefficient in reversed(coefficients):
-        value = (value * x + coefficient) % PRIME
+    """Horner's rule, highest coefficient first. Points are small, so a value grows by a few bits a step and is reduced
+    once in a while."""
+    value, run = 0, max(1, 160 // x.bit_length())
+    for start in range(0, len(coefficients), run):
+        for coefficient in coefficients[start : start + run]:
+            value = value * x + coefficient
+        value %= PRIME
     return value
 
 

@@ -7,7 +7,7 @@ Every message goes through the same dispatch and egress check as in Flower's Cli
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,7 @@ class InProcess:
 
     def exchange(
         self, stage: str, requests: Mapping[int, Mapping[str, Any]], timeout: float, max_bytes: int = 0
-    ) -> dict[int, Reply]:
-        replies = {}
+    ) -> Iterator[tuple[int, Reply]]:
         for node, fields in requests.items():
             verdict = self.before(stage, node, fields)
             if verdict is False:
@@ -75,8 +74,7 @@ class InProcess:
             kept = self.after(stage, node, reply)
             self.log.append((stage, node, fields, kept))
             if kept is not None:
-                replies[node] = kept
-        return replies
+                yield node, kept
 
     def deliver(self, stage: str, node: int, fields: Mapping[str, Any]) -> Reply:
         """What the egress mod does with one message."""

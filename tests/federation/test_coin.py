@@ -239,7 +239,7 @@ def test_a_crash_between_reserve_and_encoded_forfeits_and_throws_no_second_coin(
     real = type(victim).save_release
     died: list[int] = []
 
-    def save(site: Any, fid: bytes, index: int, encoded: bytes) -> bytes:
+    def save(site: Any, fid: bytes, index: int, encoded: Any) -> bytes:
         if site.folder == victim.folder and not died:
             died.append(index)
             raise Killed  # the coin has fallen, nothing is written

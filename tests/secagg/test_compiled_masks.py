@@ -7,7 +7,7 @@ import pytest
 
 from lensemble_flwr.secagg import RingParams, masking
 from lensemble_flwr.secagg.keystream import SEGMENT
-from lensemble_flwr.secagg.mask_loops import fold, unfold
+from lensemble_flwr.secagg.mask_loops import fold, tally
 from tests.secagg.driver import Drbg, refused
 
 T1 = bytes(range(32))
@@ -21,7 +21,7 @@ def _compiled(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LENSEMBLE_HOME", str(tmp_path_factory.mktemp("home")))
         assert fold.compiled()
-        assert unfold.compiled()
+        assert tally.compiled()
 
 
 def masked(q: np.ndarray, ring: RingParams, threads: int = 1) -> np.ndarray:

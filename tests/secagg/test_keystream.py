@@ -88,3 +88,11 @@ def test_the_last_block_can_be_forgotten():
 def test_keys_are_32_bytes():
     with pytest.raises(ValueError, match="key size"):
         keystream.stream(bytes(16), 0, 1)
+
+
+@pytest.mark.parametrize("segment", [0, 1, 2**32 - 1])
+def test_both_ways_to_compute_it_give_the_same_bytes(segment):
+    key, count = Drbg("ways")(32), keystream.SEGMENT * 4
+    gcm, ctr = (make(key, segment) for make in keystream._MAKERS.values())
+    for size in (1, 15, 16, 17, count - 49):  # in pieces, to the end of the longest segment
+        assert gcm.update(bytes(size)) == ctr.update(bytes(size))

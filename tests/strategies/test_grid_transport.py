@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from clients.egress import ARRAYS, FIELDS
+from clients.vectors import PART_BYTES, to_record
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
 from strategies import SecureDiLoCo
-from strategies.grid_transport import GridTransport, parse_reply, read_vector
+from strategies.grid_transport import HELD_BYTES, GridTransport, parse_reply, read_vector
 
 pytestmark = pytest.mark.usefixtures("flower_task")
 
@@ -58,21 +61,21 @@ def test_an_error_reply_of_a_lost_node_is_nobodys_reply() -> None:
 
     transport = GridTransport(FakeGrid(answer))  # type: ignore[arg-type]
     assert transport.nodes() == [1, 2, 3]
-    replies = transport.exchange(Stage.OPEN, {n: {BODY: b"x"} for n in (1, 2, 3)}, timeout=7.0)
+    replies = dict(transport.exchange(Stage.OPEN, {n: {BODY: b"x"} for n in (1, 2, 3)}, timeout=1.0))
     assert {n: r.body for n, r in replies.items()} == {2: b"ok"}
 
 
 def test_messages_die_with_the_timeout_and_theta_is_serialised_once() -> None:
     grid = FakeGrid(body_reply)
     theta = np.ones(4, np.float32)
-    GridTransport(grid).exchange(Stage.TRAIN, {n: {VECTOR: theta, "envelopes": b"e"} for n in (1, 2)}, timeout=7.0)  # type: ignore[arg-type]
+    list(GridTransport(grid).exchange(Stage.TRAIN, {n: {VECTOR: theta, "envelopes": b"e"} for n in (1, 2)}, timeout=7.0))  # type: ignore[arg-type]
     assert {m.metadata.ttl for m in grid.sent} == {7.0}
     records = [m.content.array_records[ARRAYS] for m in grid.sent]
     assert records[0] is records[1]
 
 
 def test_nothing_to_send_asks_nobody() -> None:
-    assert GridTransport(FakeGrid(None)).exchange(Stage.OPEN, {}, 1.0) == {}  # type: ignore[arg-type]
+    assert list(GridTransport(FakeGrid(None)).exchange(Stage.OPEN, {}, 1.0)) == []  # type: ignore[arg-type]
 
 
 def test_a_fake_grid_is_no_simulation() -> None:
@@ -144,7 +147,7 @@ def test_a_hostile_vector_does_not_stop_the_exchange() -> None:
         return Message(content, reply_to=message)
 
     transport = GridTransport(FakeGrid(answer))  # type: ignore[arg-type]
-    replies = transport.exchange(Stage.TRAIN, {n: {BODY: b"x"} for n in (1, 2)}, timeout=7.0, max_bytes=100)
+    replies = dict(transport.exchange(Stage.TRAIN, {n: {BODY: b"x"} for n in (1, 2)}, timeout=7.0, max_bytes=100))
     assert [(n, r.body, r.vector) for n, r in sorted(replies.items())] == [(1, b"root", None), (2, b"root", None)]
 
 
@@ -152,6 +155,52 @@ def test_a_vector_over_the_size_is_refused_before_it_is_parsed() -> None:
     content = RecordDict({ARRAYS: ArrayRecord({VECTOR: Array(np.zeros(10_000, np.uint8))})})
     assert read_vector(content, max_bytes=100) is None
     assert read_vector(content, max_bytes=10_000) is not None
+
+
+def large_reply(message: Message) -> Message:
+    content = RecordDict({FIELDS: ConfigRecord({BODY: b"root"}), ARRAYS: to_record(np.full(2 * PART_BYTES, 7, np.uint8))})
+    return Message(content, reply_to=message)
+
+
+def test_large_vectors_are_pulled_one_by_one_and_let_go() -> None:
+    grid = FakeGrid(large_reply)
+    seen: list[weakref.ref[np.ndarray]] = []
+    asked: list[int] = []
+    pull = grid.pull_messages
+
+    def counted(message_ids: Iterable[str]) -> Iterable[Message]:
+        asked.append(len(list(message_ids)))
+        assert all(ref() is None for ref in seen), "the vector before is still held"
+        return pull(message_ids)
+
+    grid.pull_messages = counted  # type: ignore[method-assign]
+    answered = []
+    requests = {n: {BODY: b"x"} for n in range(5)}
+    for node, reply in GridTransport(grid).exchange(Stage.TRAIN, requests, timeout=7.0, max_bytes=HELD_BYTES // 2 + 1):  # type: ignore[arg-type]
+        assert reply.vector is not None
+        assert reply.vector.size == 2 * PART_BYTES
+        seen.append(weakref.ref(reply.vector))
+        answered.append(node)
+        del reply
+    assert sorted(answered) == [0, 1, 2, 3, 4]
+    assert set(asked) == {1}
+
+
+def test_what_came_by_the_deadline_is_read_however_long_the_reader_takes() -> None:
+    got = []
+    requests = {n: {BODY: b"x"} for n in range(3)}
+    for node, _ in GridTransport(FakeGrid(large_reply)).exchange(Stage.TRAIN, requests, timeout=0.2, max_bytes=HELD_BYTES):  # type: ignore[arg-type]
+        time.sleep(0.15)
+        got.append(node)
+    assert sorted(got) == [0, 1, 2]
+
+
+def test_small_vectors_are_pulled_together() -> None:
+    grid, asked = FakeGrid(body_reply), []
+    pull = grid.pull_messages
+    grid.pull_messages = lambda names: asked.append(len(list(names))) or pull(names)  # type: ignore[method-assign, func-returns-value]
+    list(GridTransport(grid).exchange(Stage.TRAIN, {n: {BODY: b"x"} for n in range(5)}, timeout=7.0, max_bytes=1000))  # type: ignore[arg-type]
+    assert asked[0] == 5
 
 
 def test_damaged_array_bytes() -> None:
