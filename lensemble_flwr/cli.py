@@ -52,8 +52,13 @@ def _run(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
 
     from lensemble_flwr.config import join_overrides, load_config
+    from lensemble_flwr.federation.manifest import git_revision
     from lensemble_flwr.launch import app_dir, run_federation
 
+    if arguments.superlink is not None:  # before a rehearsal, and before a folder is made for a run that cannot be
+        from lensemble_flwr.deploy.superlink import check_superlink
+
+        check_superlink(arguments.superlink)
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
         if overrides:
@@ -87,7 +92,9 @@ def _run(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ArtifactError(f"{folder / LOG_NAME} cannot be written: {error.strerror}.") from error
     with log:
+        _hold(log, folder)
         display = Display(sys.stdout, log, verbose=arguments.verbose)
+        revision = git_revision(app_dir())
         try:
             result = run_federation(
                 app_dir(),
@@ -96,6 +103,9 @@ def _run(argv: Sequence[str]) -> int:
                 resume=str(folder) if arguments.resume is not None else "",
                 client_gpus=_gpu_share(config),
                 superlink=arguments.superlink,
+                revision=revision if revision != "unknown" else "",
+                output=folder,
+                stop_grace_s=20.0 if arguments.superlink is None else 120.0,
                 on_line=display.line,
                 on_tick=display.tick,
             )
@@ -341,6 +351,18 @@ def _new_folder(config: Config) -> Path:
     return folder
 
 
+def _hold(log: TextIO, folder: Path) -> None:
+    """One command at a time works on a run; the lock goes with its process."""
+    import fcntl
+
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"Another lensemble run is working in {folder}.", "Wait for it or stop it.") from error
+    except OSError:  # a file system without locks
+        return
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -469,7 +491,7 @@ class Display:
         self._print(f"{event.get('participants')} participants joined.")
 
     def _on_stopping(self, event: dict[str, Any]) -> None:
-        self._print("Stopping after this stage; once more stops at once.")
+        self._print("Stopping after this stage (nothing that the sites paid for is lost); once more stops at once.")
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
         self._print(

@@ -23,6 +23,7 @@ from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.supernode import trusted_authorities
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.wire import Refusal, Stage, refused
@@ -30,6 +31,9 @@ from lensemble_flwr.home import cache_lock, sites_folder
 from strategies.grid_transport import read_vector
 
 app = ClientApp(mods=[egress])
+
+MOST_OVERRIDES = 8192
+"""Characters of a run's overrides that a participant reads."""
 
 
 def in_simulation() -> bool:
@@ -64,7 +68,10 @@ def _config(context: Context) -> Config:
     resume = str(context.run_config["resume"])
     if resume and in_simulation():
         return load_config(RunFolder.open(Path(resume)).federation["overrides"])
-    return load_config(str(context.run_config["overrides"]))
+    overrides = str(context.run_config["overrides"])
+    if len(overrides) > MOST_OVERRIDES:  # reading them takes time, and they come from whoever submits the run
+        raise ConfigError(f"The run's overrides have {len(overrides)} characters; {MOST_OVERRIDES} are read.")
+    return load_config(overrides)
 
 
 def _site(context: Context, config: Config, simulation: bool) -> Site:
@@ -99,7 +106,9 @@ def _participant(context: Context) -> SiteParticipant:
         task, partition = LateTask(config.overrides, allowed, data_dir), settings.participant
     else:
         task, partition = LateTask(config.overrides, allowed), int(context.node_config.get("partition-id", 0))
-    return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), Runtime(simulation))
+    authorities = None if simulation else partial(trusted_authorities, site.folder / "ca.crt")
+    runtime = Runtime(simulation, authorities)
+    return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), runtime)
 
 
 def _handle(stage: str, message: Message, context: Context) -> Handled:

@@ -43,6 +43,11 @@ def _require(ok: bool, message: str, remediation: str = "") -> None:
         raise ConfigError(message, remediation)
 
 
+def _at_most(name: str, value: int, most: int) -> None:
+    """Beyond these a number is a mistake or an attack; a site's own rules are far below (``federation/policy.py``)."""
+    _require(value <= most, f"{name} must be at most {most:,}, not {value:,}.")
+
+
 def _positive(name: str, value: float) -> None:
     _require(math.isfinite(value) and value > 0, f"{name} must be a positive finite number, not {value!r}.")
 
@@ -63,6 +68,8 @@ class DiLoCoConfig:
     def __post_init__(self) -> None:
         _require(self.rounds >= 1, f"diloco.rounds must be at least 1, not {self.rounds}.")
         _require(self.inner_steps >= 1, f"diloco.inner_steps must be at least 1, not {self.inner_steps}.")
+        _at_most("diloco.rounds", self.rounds, 10**6)
+        _at_most("diloco.inner_steps", self.inner_steps, 10**9)
         _positive("diloco.outer_lr", self.outer_lr)
         _require(0 <= self.outer_momentum < 1, f"diloco.outer_momentum must be in [0, 1), not {self.outer_momentum}.")
 
@@ -80,6 +87,7 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         _require(self.participants >= 2, f"federation.participants must be at least 2, not {self.participants}.")
+        _at_most("federation.participants", self.participants, 4096)
         _require(
             2 <= self.min_participants <= self.participants,
             f"federation.min_participants={self.min_participants} must lie between 2 and "
@@ -222,6 +230,7 @@ class ObjectiveConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"objective.{name} must be finite and >= 0, not {value!r}.")
         _require(self.sketch_dim >= 1, f"objective.sketch_dim must be at least 1, not {self.sketch_dim}.")
+        _at_most("objective.sketch_dim", self.sketch_dim, 65536)
 
 
 @dataclass(frozen=True)
@@ -269,6 +278,7 @@ class InnerConfig:
         _require(self.head_lr >= 0, f"inner.head_lr must be >= 0 (0: the head stays), not {self.head_lr}.")
         _require(self.weight_decay >= 0, f"inner.weight_decay must be >= 0, not {self.weight_decay}.")
         _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
+        _at_most("inner.batch_size", self.batch_size, 10**6)
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
 
 
@@ -290,6 +300,25 @@ class ModelConfig:
     action_embed_dim: int
     adapter_rank: int
 
+    def __post_init__(self) -> None:
+        for name in ("depth", "predictor_depth", "heads"):
+            _at_most(f"model.{name}", getattr(self, name), 1024)
+        for name in ("image_size", "patch", "width", "projector_width", "latent_dim", "predictor_width"):
+            _at_most(f"model.{name}", getattr(self, name), 65536)
+        for name in ("action_embed_dim", "adapter_rank"):
+            _at_most(f"model.{name}", getattr(self, name), 65536)
+        _require(self.mlp_ratio <= 1024, f"model.mlp_ratio must be at most 1024, not {self.mlp_ratio}.")
+
+    @property
+    def weights(self) -> int:
+        """About as many weights as encoder and predictor have, from these numbers alone: nothing is built for it."""
+        block = (4 + 2 * math.ceil(self.mlp_ratio)) * self.width**2
+        tokens = (self.image_size // max(self.patch, 1)) ** 2
+        encoder = self.depth * block + (3 * self.patch**2 + tokens + self.projector_width) * self.width
+        latent = (self.projector_width + self.latent_dim + self.adapter_rank) * self.latent_dim
+        ends = 2 * (2 * self.latent_dim + self.action_embed_dim) * self.predictor_width
+        return encoder + latent + ends + 2 * self.predictor_depth * self.predictor_width**2
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -307,6 +336,12 @@ class DataConfig:
     turbulence: float
     flavour: str
     cameras: str
+
+    def __post_init__(self) -> None:
+        for name in ("episodes_per_participant", "public_episodes", "heldout_shifted", "heldout_nominal"):
+            _at_most(f"data.{name}", getattr(self, name), 10**7)
+        for name in ("frames", "frameskip"):
+            _at_most(f"data.{name}", getattr(self, name), 10**6)
 
 
 @dataclass(frozen=True)
@@ -349,6 +384,11 @@ class Config:
     data: DataConfig
     warmstart: WarmStartConfig
     overrides: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def weights(self) -> int:
+        """About as many weights as the built-in task trains or holds; 0 for one's own tasks, whose code decides."""
+        return self.model.weights if self.task == "world_model" else 0
 
     def __post_init__(self) -> None:
         n, secagg, privacy, federation = self.federation.participants, self.secagg, self.privacy, self.federation
@@ -426,7 +466,8 @@ class Config:
                     f"privacy.guarantee=central with privacy.max_participants_per_person={people} needs at least as "
                     f"many unknown noises in a sum, secagg.min_survivors - secagg.assumed_colluders = "
                     f"{secagg.min_survivors} - {k}: else the sum hides no more than updates seen one by one.",
-                    "Raise secagg.min_survivors, or use privacy.guarantee=local.",
+                    f"Set secagg.min_survivors={people + k} and, where they are smaller, federation.min_participants="
+                    f"{people + k} and federation.participants={people + k}; or use privacy.guarantee=local.",
                 )
                 t = secagg.threshold if secagg.threshold is not None else max(2 * n // 3, (n + k) // 2) + 1
                 _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")

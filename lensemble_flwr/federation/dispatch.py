@@ -37,8 +37,18 @@ def _say_which(record: JoinRequest | RoundOpen | RoundClose) -> None:
 
 
 def most_vector_bytes(stage: str, participant: SiteParticipant) -> int:
-    """Bytes of the longest vector that this stage may be sent; known before the vector is read."""
-    return 4 * participant.task.dimension if stage in (Stage.TRAIN, Stage.CLOSE) else 0
+    """Bytes of the longest vector that this stage may be sent; known before the vector is read.
+
+    Raises:
+        PolicyViolation: a rule of the site forbids the run; nothing was built for it.
+    """
+    if stage == Stage.TRAIN:  # the open round's, which was judged
+        opened = participant.public_round()
+        return 4 * opened.dimension if opened is not None else 0
+    if stage == Stage.CLOSE:
+        participant.check_run()
+        return 4 * participant.task.dimension
+    return 0
 
 
 def handle(
