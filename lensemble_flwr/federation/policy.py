@@ -52,7 +52,7 @@ RULES = {
     "max_rounds": "Most rounds that a run may plan. null: any number.",
     "max_participants": "Most participants that a run may plan. null: any number.",
     "max_weights": "Most weights of a run's model, judged before anything of it is built. null: any number. (Of a\n"
-    "task of one's own only the vector of a round is judged; what else its options make it build is its code's business.)",
+    "task of one's own only the vector of a round is judged: what its options make it build is up to its code.)",
     "min_roster": "Fewest participants in a federation.",
     "guarantee": "The guarantee that a run's noise must be sized for: local, central, or null for either.",
     "ring_bits": "Sizes of the ring that are accepted.",
