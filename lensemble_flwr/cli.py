@@ -51,7 +51,7 @@ def _run(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="show Flower's own log lines too")
     arguments = parser.parse_intermixed_args(argv)
 
-    from lensemble_flwr.config import join_overrides, load_config
+    from lensemble_flwr.config import check_length, join_overrides, load_config
     from lensemble_flwr.federation.manifest import git_revision
     from lensemble_flwr.launch import app_dir, run_federation
 
@@ -78,6 +78,8 @@ def _run(argv: Sequence[str]) -> int:
             kept = [o for o in overrides if not o.startswith("federation.sites_dir=")]
             overrides = [*kept, f"federation.sites_dir={_hydra(str(sites))}"]
         config = load_config(overrides)
+    if arguments.superlink is not None:
+        check_length(join_overrides(overrides))
     if arguments.resume is None:
         _print_preflight(config)
     elif _completed(folder):

@@ -16,7 +16,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from clients.egress import FIELDS, egress
 from clients.participant import ContextMemory, Participant
-from lensemble_flwr.config import Config, load_config
+from lensemble_flwr.config import Config, check_length, load_config
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.dispatch import Handled, handle, most_vector_bytes
 from lensemble_flwr.federation.participant import Runtime, SiteParticipant
@@ -31,9 +31,6 @@ from lensemble_flwr.home import cache_lock, sites_folder
 from strategies.grid_transport import read_vector
 
 app = ClientApp(mods=[egress])
-
-MOST_OVERRIDES = 8192
-"""Characters of a run's overrides that a participant reads."""
 
 
 def in_simulation() -> bool:
@@ -69,9 +66,7 @@ def _config(context: Context) -> Config:
     if resume and in_simulation():
         return load_config(RunFolder.open(Path(resume)).federation["overrides"])
     overrides = str(context.run_config["overrides"])
-    if len(overrides) > MOST_OVERRIDES:  # reading them takes time, and they come from whoever submits the run
-        raise ConfigError(f"The run's overrides have {len(overrides)} characters; {MOST_OVERRIDES} are read.")
-    return load_config(overrides)
+    return load_config(overrides if in_simulation() else check_length(overrides))
 
 
 def _site(context: Context, config: Config, simulation: bool) -> Site:

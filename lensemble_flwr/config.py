@@ -36,6 +36,9 @@ NAMED_TASK = re.compile(r"[a-z][a-z0-9_-]*")
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 SURFACES = ("full", "predictor", "adapter")
 LEAST_SAMPLE_RATE = 1e-6
+MOST_OVERRIDES = 2000
+"""Characters of a run's overrides that a real site reads: reading more would cost it over a second, whatever its policy
+says then."""
 
 
 def _require(ok: bool, message: str, remediation: str = "") -> None:
@@ -502,6 +505,16 @@ def join_overrides(overrides: list[str] | tuple[str, ...]) -> str:
     return shlex.join(overrides)
 
 
+def check_length(text: str) -> str:
+    """The overrides as one string, if a real site would read them. Raises ConfigError."""
+    _require(
+        len(text) <= MOST_OVERRIDES,
+        f"The overrides have {len(text)} characters; a site reads at most {MOST_OVERRIDES}.",
+        "Use a named experiment (experiment=...) for what is always the same.",
+    )
+    return text
+
+
 def load_config(overrides: list[str] | tuple[str, ...] | str = ()) -> Config:
     """Compose ``conf/`` with Hydra overrides and validate.
 
@@ -552,6 +565,8 @@ def _load(overrides: tuple[str, ...]) -> Config:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[_addable(o) for o in overrides])
         tree = OmegaConf.to_container(composed, resolve=False)
+    except RecursionError as error:
+        raise ConfigError("The overrides are nested too deeply.", "Write them as key=value.") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for an empty key
         raise _explain(error, overrides) from error
     finally:
