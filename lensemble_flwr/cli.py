@@ -51,9 +51,14 @@ def _run(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="show Flower's own log lines too")
     arguments = parser.parse_intermixed_args(argv)
 
-    from lensemble_flwr.config import join_overrides, load_config
+    from lensemble_flwr.config import check_length, join_overrides, load_config
+    from lensemble_flwr.federation.manifest import git_revision
     from lensemble_flwr.launch import app_dir, run_federation
 
+    if arguments.superlink is not None:  # before a rehearsal, and before a folder is made for a run that cannot be
+        from lensemble_flwr.deploy.superlink import check_superlink
+
+        check_superlink(arguments.superlink)
     overrides = list(arguments.overrides)
     if arguments.resume is not None:
         if overrides:
@@ -73,6 +78,8 @@ def _run(argv: Sequence[str]) -> int:
             kept = [o for o in overrides if not o.startswith("federation.sites_dir=")]
             overrides = [*kept, f"federation.sites_dir={_hydra(str(sites))}"]
         config = load_config(overrides)
+    if arguments.superlink is not None:
+        check_length(join_overrides(overrides))
     if arguments.resume is None:
         _print_preflight(config)
     elif _completed(folder):
@@ -87,7 +94,9 @@ def _run(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ArtifactError(f"{folder / LOG_NAME} cannot be written: {error.strerror}.") from error
     with log:
+        _hold(log, folder)
         display = Display(sys.stdout, log, verbose=arguments.verbose)
+        revision = git_revision(app_dir())
         try:
             result = run_federation(
                 app_dir(),
@@ -96,6 +105,9 @@ def _run(argv: Sequence[str]) -> int:
                 resume=str(folder) if arguments.resume is not None else "",
                 client_gpus=_gpu_share(config),
                 superlink=arguments.superlink,
+                revision=revision if revision != "unknown" else "",
+                output=folder,
+                stop_grace_s=20.0 if arguments.superlink is None else 120.0,
                 on_line=display.line,
                 on_tick=display.tick,
             )
@@ -341,6 +353,18 @@ def _new_folder(config: Config) -> Path:
     return folder
 
 
+def _hold(log: TextIO, folder: Path) -> None:
+    """One command at a time works on a run; the lock goes with its process."""
+    import fcntl
+
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"Another lensemble run is working in {folder}.", "Wait for it or stop it.") from error
+    except OSError:  # a file system without locks
+        return
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -469,7 +493,7 @@ class Display:
         self._print(f"{event.get('participants')} participants joined.")
 
     def _on_stopping(self, event: dict[str, Any]) -> None:
-        self._print("Stopping after this stage; once more stops at once.")
+        self._print("Stopping after this stage (nothing that the sites paid for is lost); once more stops at once.")
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
         self._print(

@@ -16,13 +16,14 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from clients.egress import FIELDS, egress
 from clients.participant import ContextMemory, Participant
-from lensemble_flwr.config import Config, load_config
+from lensemble_flwr.config import Config, check_length, load_config
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.dispatch import Handled, handle, most_vector_bytes
 from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.supernode import trusted_authorities
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.wire import Refusal, Stage, refused
@@ -64,7 +65,8 @@ def _config(context: Context) -> Config:
     resume = str(context.run_config["resume"])
     if resume and in_simulation():
         return load_config(RunFolder.open(Path(resume)).federation["overrides"])
-    return load_config(str(context.run_config["overrides"]))
+    overrides = str(context.run_config["overrides"])
+    return load_config(overrides if in_simulation() else check_length(overrides))
 
 
 def _site(context: Context, config: Config, simulation: bool) -> Site:
@@ -99,7 +101,9 @@ def _participant(context: Context) -> SiteParticipant:
         task, partition = LateTask(config.overrides, allowed, data_dir), settings.participant
     else:
         task, partition = LateTask(config.overrides, allowed), int(context.node_config.get("partition-id", 0))
-    return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), Runtime(simulation))
+    authorities = None if simulation else partial(trusted_authorities, site.folder / "ca.crt")
+    runtime = Runtime(simulation, authorities)
+    return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), runtime)
 
 
 def _handle(stage: str, message: Message, context: Context) -> Handled:

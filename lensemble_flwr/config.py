@@ -36,11 +36,19 @@ NAMED_TASK = re.compile(r"[a-z][a-z0-9_-]*")
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
 SURFACES = ("full", "predictor", "adapter")
 LEAST_SAMPLE_RATE = 1e-6
+MOST_OVERRIDES = 2000
+"""Characters of a run's overrides that a real site reads: reading more would cost it over a second, whatever its policy
+says then."""
 
 
 def _require(ok: bool, message: str, remediation: str = "") -> None:
     if not ok:
         raise ConfigError(message, remediation)
+
+
+def _at_most(name: str, value: int, most: int) -> None:
+    """Beyond these a number is a mistake or an attack; a site's own rules are far below (``federation/policy.py``)."""
+    _require(value <= most, f"{name} must be at most {most:,}, not {value:,}.")
 
 
 def _positive(name: str, value: float) -> None:
@@ -63,6 +71,8 @@ class DiLoCoConfig:
     def __post_init__(self) -> None:
         _require(self.rounds >= 1, f"diloco.rounds must be at least 1, not {self.rounds}.")
         _require(self.inner_steps >= 1, f"diloco.inner_steps must be at least 1, not {self.inner_steps}.")
+        _at_most("diloco.rounds", self.rounds, 10**6)
+        _at_most("diloco.inner_steps", self.inner_steps, 10**9)
         _positive("diloco.outer_lr", self.outer_lr)
         _require(0 <= self.outer_momentum < 1, f"diloco.outer_momentum must be in [0, 1), not {self.outer_momentum}.")
 
@@ -80,6 +90,7 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         _require(self.participants >= 2, f"federation.participants must be at least 2, not {self.participants}.")
+        _at_most("federation.participants", self.participants, 4096)
         _require(
             2 <= self.min_participants <= self.participants,
             f"federation.min_participants={self.min_participants} must lie between 2 and "
@@ -224,6 +235,7 @@ class ObjectiveConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"objective.{name} must be finite and >= 0, not {value!r}.")
         _require(self.sketch_dim >= 1, f"objective.sketch_dim must be at least 1, not {self.sketch_dim}.")
+        _at_most("objective.sketch_dim", self.sketch_dim, 65536)
 
 
 @dataclass(frozen=True)
@@ -271,6 +283,7 @@ class InnerConfig:
         _require(self.head_lr >= 0, f"inner.head_lr must be >= 0 (0: the head stays), not {self.head_lr}.")
         _require(self.weight_decay >= 0, f"inner.weight_decay must be >= 0, not {self.weight_decay}.")
         _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
+        _at_most("inner.batch_size", self.batch_size, 10**6)
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
 
 
@@ -292,6 +305,25 @@ class ModelConfig:
     action_embed_dim: int
     adapter_rank: int
 
+    def __post_init__(self) -> None:
+        for name in ("depth", "predictor_depth", "heads"):
+            _at_most(f"model.{name}", getattr(self, name), 1024)
+        for name in ("image_size", "patch", "width", "projector_width", "latent_dim", "predictor_width"):
+            _at_most(f"model.{name}", getattr(self, name), 65536)
+        for name in ("action_embed_dim", "adapter_rank"):
+            _at_most(f"model.{name}", getattr(self, name), 65536)
+        _require(self.mlp_ratio <= 1024, f"model.mlp_ratio must be at most 1024, not {self.mlp_ratio}.")
+
+    @property
+    def weights(self) -> int:
+        """About as many weights as encoder and predictor have, from these numbers alone: nothing is built for it."""
+        block = (4 + 2 * math.ceil(self.mlp_ratio)) * self.width**2
+        tokens = (self.image_size // max(self.patch, 1)) ** 2
+        encoder = self.depth * block + (3 * self.patch**2 + tokens + self.projector_width) * self.width
+        latent = (self.projector_width + self.latent_dim + self.adapter_rank) * self.latent_dim
+        ends = 2 * (2 * self.latent_dim + self.action_embed_dim) * self.predictor_width
+        return encoder + latent + ends + 2 * self.predictor_depth * self.predictor_width**2
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -308,6 +340,12 @@ class DataConfig:
             return self.__dict__["options"][key]
         except KeyError:
             raise AttributeError(key) from None
+
+    def __post_init__(self) -> None:
+        for name in ("episodes_per_participant", "public_episodes", "heldout_shifted", "heldout_nominal"):
+            _at_most(f"data.{name}", getattr(self, name), 10**7)
+        for name in ("frames", "frameskip"):
+            _at_most(f"data.{name}", getattr(self, name), 10**6)
 
 
 @dataclass(frozen=True)
@@ -350,6 +388,11 @@ class Config:
     data: DataConfig
     warmstart: WarmStartConfig
     overrides: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def weights(self) -> int:
+        """About as many weights as the built-in task trains or holds; 0 for one's own tasks, whose code decides."""
+        return self.model.weights if self.task == "world_model" else 0
 
     def __post_init__(self) -> None:
         n, secagg, privacy, federation = self.federation.participants, self.secagg, self.privacy, self.federation
@@ -427,7 +470,8 @@ class Config:
                     f"privacy.guarantee=central with privacy.max_participants_per_person={people} needs at least as "
                     f"many unknown noises in a sum, secagg.min_survivors - secagg.assumed_colluders = "
                     f"{secagg.min_survivors} - {k}: else the sum hides no more than updates seen one by one.",
-                    "Raise secagg.min_survivors, or use privacy.guarantee=local.",
+                    f"Set secagg.min_survivors={people + k} and, where they are smaller, federation.min_participants="
+                    f"{people + k} and federation.participants={people + k}; or use privacy.guarantee=local.",
                 )
                 t = secagg.threshold if secagg.threshold is not None else max(2 * n // 3, (n + k) // 2) + 1
                 _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")
@@ -460,6 +504,16 @@ def split_overrides(text: str) -> list[str]:
 def join_overrides(overrides: list[str] | tuple[str, ...]) -> str:
     """Inverse of :func:`split_overrides`."""
     return shlex.join(overrides)
+
+
+def check_length(text: str) -> str:
+    """The overrides as one string, if a real site would read them. Raises ConfigError."""
+    _require(
+        len(text) <= MOST_OVERRIDES,
+        f"The overrides have {len(text)} characters; a site reads at most {MOST_OVERRIDES}.",
+        "Use a named experiment (experiment=...) for what is always the same.",
+    )
+    return text
 
 
 def load_config(overrides: list[str] | tuple[str, ...] | str = ()) -> Config:
@@ -512,6 +566,8 @@ def _load(overrides: tuple[str, ...]) -> Config:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[_addable(o) for o in overrides])
         tree = OmegaConf.to_container(composed, resolve=False)
+    except RecursionError as error:
+        raise ConfigError("The overrides are nested too deeply.", "Write them as key=value.") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's own, for an empty key
         raise _explain(error, overrides) from error
     finally:

@@ -11,6 +11,11 @@ from __future__ import annotations
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_BUDGET, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What asks a process to end. Everything else that is raised is a failure, even where it is no Exception: a panic of
+compiled code (pyo3's PanicException) is a BaseException."""
+
+
 class LensembleError(Exception):
     """Base of all errors of this project.
 

@@ -84,6 +84,8 @@ def run_federation(
     client_cpus: int = 1,
     client_gpus: float = 0.0,
     superlink: str | None = None,
+    revision: str = "",
+    output: Path | None = None,
     on_line: Callable[[str], None] = lambda line: None,
     on_tick: Callable[[], None] = lambda: None,
     stop_grace_s: float = 20.0,
@@ -99,6 +101,8 @@ def run_federation(
         client_gpus: share of a GPU reserved likewise.
         superlink: name of a connection in the user's own Flower configuration: the run goes there and nothing is
             started here. None: a private SuperLink with Flower's simulation runtime.
+        revision: of the code, for the run's manifest; "" where it is not known (and for apps without that key).
+        output: the run's folder. With ``superlink`` it takes the request to stop, if the ServerApp works in it here.
         on_line: called in this thread with each line of the run's log, without colours and line end.
         on_tick: called in this thread about four times a second.
         stop_grace_s: after the first SIGINT, SIGTERM or SIGHUP the ServerApp has this long to end by itself
@@ -113,6 +117,9 @@ def run_federation(
         staged = stage_app(Path(app), space.path / "app")
         run_config = space.path / "run.toml"
         run_config.write_text(f"overrides = {_toml(overrides)}\nresume = {_toml(resume)}\n", encoding="utf-8")
+        if revision:
+            with run_config.open("a", encoding="utf-8") as file:
+                file.write(f"revision = {_toml(revision)}\n")
         arguments = ["--run-config", str(run_config), "--stream"]
         if superlink is None:
             environment = space.environment(tools)
@@ -124,11 +131,12 @@ def run_federation(
             arguments += ["--federation-config", federation]
             connection, local = _CONNECTION, _SuperLink(tools, space, environment, signals, on_line)
         else:
-            _check_connection(superlink)
+            find_connection(superlink)
             environment = _command_environment(tools)
             connection, local = superlink, None
         commands = _Commands(tools, environment, connection, space.children)
-        run = _Run(commands, signals, space, local, on_line, on_tick, stop_grace_s)
+        stop = space.path / "stop" if local is not None else output / "state" / "stop" if output is not None else None
+        run = _Run(commands, signals, space, local, stop, on_line, on_tick, stop_grace_s)
         return run.follow([str(staged), connection, *arguments])
 
 
@@ -383,8 +391,12 @@ class _Signals:
 # ----------------------------------------------------------------------------------------------- SuperLink
 
 
-def _check_connection(name: str) -> None:
-    """A connection of the user's own Flower configuration that leads to a SuperLink somewhere."""
+def find_connection(name: str) -> Mapping[str, object]:
+    """A connection of the user's own Flower configuration that leads to a SuperLink somewhere.
+
+    Raises:
+        ConfigError: there is no such one.
+    """
     file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
@@ -402,6 +414,7 @@ def _check_connection(name: str) -> None:
             f'{hint}Add [superlink.{name}] with address = "HOST:PORT" and root-certificates = "/path/ca.crt", '
             "or leave --superlink out for a simulation on this machine.",
         )
+    return dict(connections[name])
 
 
 def _leads_somewhere(connection: Mapping[str, object]) -> bool:
@@ -589,10 +602,12 @@ class _Run:
         signals: _Signals,
         space: _Workspace,
         local: _SuperLink | None,
+        stop: Path | None,
         on_line: Callable[[str], None],
         on_tick: Callable[[], None],
         stop_grace_s: float,
     ) -> None:
+        self._stop = stop
         self._commands, self._signals, self._space, self._local = commands, signals, space, local
         self._on_line, self._on_tick, self._grace = on_line, on_tick, stop_grace_s
         self._recent: collections.deque[str] = collections.deque(maxlen=500)
@@ -680,10 +695,12 @@ class _Run:
     def _check(self) -> None:
         now = time.monotonic()
         if self._signals.count and self._stop_at is None:
-            if self._local is None or self._run_id is None:
-                raise _Interrupted
-            with contextlib.suppress(OSError):
-                (self._space.path / "stop").touch()
+            try:
+                if self._run_id is None or self._stop is None:
+                    raise _Interrupted
+                self._stop.touch()
+            except OSError as error:  # the ServerApp works in no folder of this machine: nobody would see it
+                raise _Interrupted from error
             self._stop_at = now + self._grace
             self._on_line('LENSEMBLE|{"event": "stopping"}')
         if self._stop_at is not None and (self._signals.count > 1 or now > self._stop_at):
@@ -710,8 +727,8 @@ class _Run:
     # ---- ending
 
     def _finished(self, status: str, details: str) -> RunResult:
-        if self._stop_at is not None:
-            return self._interrupted()
+        if self._stop_at is not None and not (status == COMPLETED and self._ended):
+            return RunResult("interrupted", "Stopped by a signal.", EXIT_INTERRUPTED, self._run_id)
         if status == COMPLETED:
             if self._ended:
                 return RunResult(status, "", EXIT_OK, self._run_id)

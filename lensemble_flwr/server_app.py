@@ -68,10 +68,11 @@ def _run(grid: Grid, context: Context) -> None:
         folder = RunFolder.create(output_folder(config, context.run_id), config_hash(config), config.overrides)
     _check_runtime(config, simulation)
     with folder.lock(), log_context():  # before anything in it is touched
-        _run_in(folder, config, grid, simulation)
+        folder.stop_file.unlink(missing_ok=True)  # it was for the process that ended
+        _run_in(folder, config, grid, simulation, str(context.run_config.get("revision", "")))
 
 
-def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> None:
+def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, revision: str) -> None:
     sites = str(sites_folder(config, folder.path.name)) if simulation else ""
     run = {"experiment": config.experiment, "rounds": config.diloco.rounds}
     emit("run", {"output_dir": str(folder.path), **run})
@@ -92,6 +93,7 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool) -> 
         probe_hash=task.probe_hash,
         simulation=simulation,
         sites_dir=sites,
+        revision=revision,
     )
     manifest.write(folder.path)
 

@@ -19,10 +19,10 @@ from lensemble_flwr.federation.task import Task
 from strategies.grid_transport import GridTransport
 
 
-def _stop_asked() -> bool:
-    """`lensemble run` makes this file on the first Ctrl-C, so that the run ends between two rounds."""
+def _stop_asked(folder: RunFolder) -> bool:
+    """`lensemble run` makes one of these on the first Ctrl-C: its own SuperLink's file, or that of the run's folder."""
     path = os.environ.get("LENSEMBLE_STOP_FILE")
-    return bool(path) and os.path.exists(str(path))
+    return (bool(path) and os.path.exists(str(path))) or folder.stop_file.exists()
 
 
 class SecureDiLoCo(Strategy):
@@ -52,7 +52,7 @@ class SecureDiLoCo(Strategy):
             self.folder,
             transport,
             on_event=self.on_event,
-            stop_asked=_stop_asked,
+            stop_asked=lambda: _stop_asked(self.folder),
             roster=self.roster,
         ).run()
         result = Result()

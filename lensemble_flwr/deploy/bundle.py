@@ -1,22 +1,23 @@
-"""The SHA-256 of this installation's own app bundle: the hash that a site allows and a coordinator announces."""
+"""The hash of this installation's own app: what a site allows and a coordinator announces."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from lensemble_flwr.deploy.shim import content_hash
 from lensemble_flwr.errors import LaunchError
 from lensemble_flwr.launch import app_dir, stage_app
 
 
 def bundle_hash(app: Path | None = None) -> str:
-    """SHA-256 (hex) of the bundle that ``flwr run`` would send from here (two seconds).
+    """Hash (hex) of the content of the bundle that ``flwr run`` would send from here (two seconds).
 
-    Two machines get the same hash from the same release if their zlib compresses alike.
+    Two machines get the same hash from the same release, however their zlib compresses
+    (:func:`lensemble_flwr.deploy.shim.content_hash`).
 
     Raises:
         LaunchError: Flower's command is missing or refuses the app.
@@ -33,4 +34,4 @@ def bundle_hash(app: Path | None = None) -> str:
         built = list(Path(folder).glob("*.fab"))
         if done.returncode or len(built) != 1:
             raise LaunchError(f"flwr build refused the app: {(done.stdout + done.stderr).strip()[-300:]}")
-        return hashlib.sha256(built[0].read_bytes()).hexdigest()
+        return content_hash(built[0].read_bytes())

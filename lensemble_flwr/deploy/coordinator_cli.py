@@ -75,6 +75,7 @@ def _register(options: argparse.Namespace) -> int:
 def _ping(options: argparse.Namespace) -> int:
     coordinator = _folder(options)
     server = visit(coordinator.address, coordinator.folder / "ca.crt")
+    assert server is not None
     print(f"{coordinator.address} answers; its certificate is valid for {days_left(server.certificate):.0f} days.")
     return EXIT_OK
 

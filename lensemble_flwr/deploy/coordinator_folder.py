@@ -24,7 +24,7 @@ from typing import Any
 from lensemble_flwr.deploy.keys import check_public_key
 from lensemble_flwr.deploy.scripts import superlink_script, systemd_unit
 from lensemble_flwr.deploy.site_folder import CARD_VERSION, check_name
-from lensemble_flwr.deploy.tls import alternative_name, fingerprint, issue_server, make_authority, read_authority
+from lensemble_flwr.deploy.tls import alternative_name, fingerprint, issue_server, make_authority, read_authority, visit
 from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import ConfigError, LaunchError
 from lensemble_flwr.federation.roster import ROSTER_FILE, Roster, load_roster, parse_key, save_roster
@@ -180,8 +180,9 @@ def flwr(coordinator: Coordinator, *arguments: str, timeout_s: float = 60.0) -> 
     """What one of Flower's commands says over this coordinator's own connection entry.
 
     Raises:
-        LaunchError: it failed; with its words.
+        LaunchError: the SuperLink does not answer; or the command failed, with its words.
     """
+    visit(coordinator.address, coordinator.folder / "ca.crt")  # Flower takes a minute to say that nobody answers
     own = {"FLWR_HOME": str(coordinator.folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "NO_COLOR": "1"}
     environment = {**os.environ, **own, "FLWR_DISABLE_UPDATE_CHECK": "1"}
     command = [str(Path(sys.executable).parent / "flwr"), *arguments]
@@ -191,8 +192,7 @@ def flwr(coordinator: Coordinator, *arguments: str, timeout_s: float = 60.0) -> 
         raise LaunchError(f"Flower's command {arguments[0]} failed: {error}.") from error
     text = done.stdout + done.stderr
     if done.returncode:
-        remedy = "Start the SuperLink first (superlink.sh)." if "unavailable" in text.lower() else ""
-        raise LaunchError(f"flwr {' '.join(arguments[:2])} failed: {' '.join(text.split())[-300:]}", remedy)
+        raise LaunchError(f"flwr {' '.join(arguments[:2])} failed: {' '.join(text.split())[-300:]}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""A site's own ``flwr-clientapp``: lets Flower run an app only if the site's policy lists the bundle's SHA-256.
+"""A site's own ``flwr-clientapp``: lets Flower run an app only if the site's policy lists the hash of its content.
 
 Flower's SuperNode starts the program ``flwr-clientapp`` by name for every message and hands it the app bundle (FAB)
 that the submitter of the run sent. `lensemble site init` writes a copy of this file into the site's ``bin`` folder,
@@ -21,6 +21,12 @@ import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+MOST_BYTES = 64 * 2**20
+"""Of an unpacked app; Flower itself takes bundles of up to 10 MiB."""
+
+
+_NOT_LISTED = "The site's rule allowed_fabs does not list this app."
 
 
 class AppRefused(Exception):
@@ -54,19 +60,49 @@ def allowed_fabs(site: Path) -> list[str] | None:
     return rule
 
 
+def content_hash(fab: bytes) -> str:
+    """SHA-256 (hex) of what a bundle unpacks to: every file's name and bytes, in the order of the names.
+
+    The bundle itself is a zip archive, and the bytes of one depend on the version of the zlib that made it.
+
+    Raises:
+        AppRefused: no zip archive, larger than any app, or one in which a name stands twice (what it unpacks to would
+            then depend on the reader): no such bundle is on a list.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(fab)) as bundle:
+            items = bundle.infolist()
+            names = [item.filename for item in items]
+            if len(set(names)) != len(names) or sum(item.file_size for item in items) > MOST_BYTES:
+                raise AppRefused(_NOT_LISTED)
+            digest = hashlib.sha256(b"lensemble app 1\0")
+            for item in sorted(items, key=lambda item: item.filename.encode()):
+                for part in (item.filename.encode(), bundle.read(item)):
+                    digest.update(len(part).to_bytes(8, "big") + part)
+            return digest.hexdigest()
+    except AppRefused:
+        raise
+    except Exception as error:
+        raise AppRefused(_NOT_LISTED) from error
+
+
 def judge(site: Path, fab: bytes) -> None:
-    """Raise :class:`AppRefused` unless the bundle may run here; the hash of a refused one goes to the site's log."""
+    """Raise :class:`AppRefused` unless the bundle may run here; the hash of a refused one goes to the site's log.
+
+    Listed is the hash of the content, or (as earlier releases printed it) the SHA-256 of the archive's own bytes.
+    """
+    digest = hashlib.sha256(fab).hexdigest()
     try:
         listed = allowed_fabs(site)
-        digest = hashlib.sha256(fab).hexdigest()
         if listed is not None and digest not in listed:
-            raise AppRefused("The site's rule allowed_fabs does not list this app.")
+            digest = content_hash(fab)
+        if listed is not None and digest not in listed:
+            raise AppRefused(_NOT_LISTED)
     except AppRefused as error:
         with open(site / "site.log", "a", encoding="utf-8") as log:
-            digest = hashlib.sha256(fab).hexdigest()
             # The keys of lensemble_flwr.json_log, which cannot be imported here.
             line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": "ERROR", "federation": None}
-            line |= {"round": None, "stage": None, "event": "app_refused", "text": f"{error} Its SHA-256 is {digest}."}
+            line |= {"round": None, "stage": None, "event": "app_refused", "text": f"{error} Its hash is {digest}."}
             log.write(json.dumps(line) + "\n")
         raise
 

@@ -216,6 +216,7 @@ def _tls(found: Findings, site: Site, settings: SiteSettings, online: bool) -> N
         if not online:
             return
         server = visit(settings.superlink, site.folder / "ca.crt")
+        assert server is not None
         left = days_left(server.certificate)
         level = WARNING if left < SOON_DAYS else OK
         found.add(level, "coordinator", f"{settings.superlink} answers; its certificate is valid for {left:.0f} days")

@@ -127,6 +127,8 @@ def _rotate(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     folder: Path = options.folder.expanduser().absolute()
+    if not Site.exists(folder) and not (folder / "site.json").exists():
+        raise ConfigError(f"There is no site in {folder}.", "Correct the path, or make one: lensemble site init.")
     config = None
     if options.overrides:
         from lensemble_flwr.config import load_config
@@ -215,7 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("refresh", _refresh, "write bin/flwr-clientapp again after an upgrade")
     add("rotate", _rotate, "make a new SuperNode key; nothing else changes")
-    check = add("check", _check, "say what the site allows, has spent, and would refuse; exit status 0 or 1")
+    check = add(
+        "check", _check, "say what the site allows, has spent, and would refuse; exit status 0 sound, 1 not, 2 no site"
+    )
     check.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a run's configuration, to be judged too")
     check.add_argument("--offline", action="store_true", help="do not visit the SuperLink")
     return parser

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lensemble_flwr.errors import EXIT_OK, ConfigError
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
 from lensemble_flwr.federation.roster import ROSTER_FILE, Roster, load_roster, parse_key, save_roster
 from lensemble_flwr.federation.site import Site
 
 
 def show_or_change(folder: Path, add: Sequence[str], remove: Sequence[str]) -> int:
-    """Change the roster as asked, then print it; returns the exit status. Raises ConfigError."""
+    """Change the roster as asked, then print it; exit status 1 if it refuses every round. Raises ConfigError.
+
+    Whoever adds others and is not in it itself is added, too.
+    """
     site, path = Site(folder), folder / ROSTER_FILE
     roster = load_roster(path)
     if add or remove:
+        own = [name for name, key in (roster or Roster({})).members.items() if key == site.identity]
+        if any(entry.endswith(f"={site.identity.hex()}") for entry in add):  # its own name may change
+            remove = [*remove, *(name for name in own if name not in remove)]
         roster = _changed(roster or Roster({}), add, remove)
+        if add and roster.strangers([site.identity]):  # a roster without oneself would refuse every round
+            settings = site.settings
+            name = settings.name if settings is not None else folder.name
+            roster = _changed(roster, [f"{name}={site.identity.hex()}"], [])
         save_roster(path, roster)
     print(f"this site: {site.identity.hex()}")
     if roster is None:
@@ -26,6 +36,7 @@ def show_or_change(folder: Path, add: Sequence[str], remove: Sequence[str]) -> i
     print(f"{len(roster.members)} members, hash {roster.digest}: compare it with the other operators'")
     if roster.strangers([site.identity]):
         print(f"This site is missing in its own roster and refuses every round: --add NAME={site.identity.hex()}")
+        return EXIT_FAILURE
     return EXIT_OK
 
 

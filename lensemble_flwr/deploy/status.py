@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
-from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError, LaunchError
 from lensemble_flwr.federation.manifest import read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder
 
@@ -81,8 +81,10 @@ def read_status(folder: Path, now: float) -> Status:
     """How the run in ``folder`` stands.
 
     Raises:
-        ArtifactError, ConfigError: there is no run, or a file of it is damaged.
+        ConfigError: there is no run. ArtifactError: a file of it is damaged.
     """
+    if not (folder / "manifest.json").exists():
+        raise ConfigError(f"There is no run in {folder}.", "Name the folder that lensemble run printed.")
     manifest = read_manifest(folder)
     rounds = RunFolder.open(folder).rounds()
     state = manifest.status
@@ -123,21 +125,27 @@ def status_command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lensemble status",
         description="How a run stands: rounds, epsilon of its public rounds, expected end; which sites are connected.",
-        epilog="Exit status: 0 running or completed, 1 otherwise. On a CPU, at once: lensemble status outputs/RUN",
+        epilog="Exit status: 0 running or completed, 1 otherwise, 2 no run. On a CPU: lensemble status outputs/RUN",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a run's folder; default: the newest")
     parser.add_argument("--coordinator", type=Path, metavar="DIR", help="list the sites of this coordinator, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for monitoring")
     options = parser.parse_args(list(argv))
-    sites = nodes(open_coordinator(options.coordinator)) if options.coordinator else None
     status = read_status((options.folder or _newest()).expanduser().absolute(), time.time())
+    sites, silent = None, ""
+    if options.coordinator:
+        try:
+            sites = nodes(open_coordinator(options.coordinator.expanduser()))
+        except LaunchError as error:
+            silent = error.message
+    healthy = status.healthy and not silent
     if options.json:
         last = status.rounds[-1] if status.rounds else {}
         print(
             json.dumps(
                 {
                     "state": status.state,
-                    "healthy": status.healthy,
+                    "healthy": healthy,
                     "rounds": len(status.rounds),
                     "planned": status.planned,
                     "seconds_left": status.seconds_left,
@@ -153,4 +161,6 @@ def status_command(argv: Sequence[str]) -> int:
         print(status.text(datetime.now()))
         for name, state in sites or ():
             print(f"site {name}: {state}")
-    return EXIT_OK if status.healthy else EXIT_FAILURE
+        if silent:
+            print(f"sites: not known. {silent}")
+    return EXIT_OK if healthy else EXIT_FAILURE

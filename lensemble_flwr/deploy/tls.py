@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lensemble_flwr.durable import atomic_write
-from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.errors import ConfigError, LaunchError
 
 CA_DAYS, SERVER_DAYS = 3650, 397
 _SKEW = timedelta(hours=1)
@@ -155,15 +155,26 @@ class Server:
     clock_ahead_s: float | None
 
 
-def visit(address: str, authority: Path, timeout_s: float = 10.0) -> Server:
+def visit(address: str, authority: Path | None, timeout_s: float = 10.0, *, insecure: bool = False) -> Server | None:
     """Connect to ``HOST:PORT`` as a SuperNode would, verifying name and chain, and read its clock.
 
+    Args:
+        authority: the certificates to trust; None: the system's.
+        insecure: without TLS; then there is nothing to read, and None is returned once it answers.
+
     Raises:
-        ConfigError: no answer, another authority, another name, or expired; in words.
+        ConfigError: another authority, another name, or expired; in words.
+        LaunchError: no answer.
     """
     host, port = split_address(address)
-    context = ssl.create_default_context(cafile=str(authority))
     try:
+        context = ssl.create_default_context(cafile=str(authority) if authority else None)
+    except OSError as error:
+        raise ConfigError(f"{authority} holds no certificate that can be used: {error}.") from error
+    try:
+        if insecure:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return None
         with (
             socket.create_connection((host, port), timeout=timeout_s) as plain,
             context.wrap_socket(plain, server_hostname=host) as channel,
@@ -179,9 +190,9 @@ def visit(address: str, authority: Path, timeout_s: float = 10.0) -> Server:
             "Compare the fingerprint with the coordinator; a wrong name means that the address is not in its SANs.",
         ) from error
     except OSError as error:
-        raise ConfigError(
+        raise LaunchError(
             f"The SuperLink at {address} does not answer: {error.strerror or error}.",
-            "Check the address, the network and the coordinator's firewall.",
+            "Is it started (superlink.sh)? Else check the address, the network and the coordinator's firewall.",
         ) from error
     assert der is not None
     date = re.search(r"(?im)^date:\s*(.+?)\s*$", answer)

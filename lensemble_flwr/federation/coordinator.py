@@ -101,6 +101,8 @@ class Member:
     node: int
     dataset_root: bytes
     exhausted: bool = False
+    missed: bool = False
+    """Whether a round was opened without it since it was last connected; a newcomer may then take its place."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +188,6 @@ class Coordinator:
             self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
             burnt = 0
             while index < self.config.diloco.rounds:
-                if self.stop_asked():
-                    where = f"To go on: lensemble run --resume {self.folder.path}"
-                    raise RunStopped("The run was asked to stop and ended between two rounds.", where)
                 self._refresh()
                 outcome, last_close = self._round(checkpoint, last_close)
                 burnt = burnt + 1 if outcome == Outcome.BURNT else 0
@@ -387,7 +386,10 @@ class Coordinator:
             return joined.identity, "STRANGER"  # sites that pinned each other would refuse every round with it
         member = self.members.get(joined.identity)
         if member is None and len(self.members) >= self.config.federation.participants:
-            return None, "FULL"
+            left = [i for i, m in self.members.items() if m.missed and m.node not in connected]
+            if not left:
+                return None, "FULL"
+            del self.members[left[0]]  # should it come back, it is a newcomer
         if member is not None and member.node in connected:  # it is there already: somebody uses its name
             return joined.identity, "IDENTITY_IN_USE"
         if member is not None and member.dataset_root != joined.dataset_root:
@@ -439,23 +441,79 @@ class Coordinator:
 
     # ------------------------------------------------------------------ one round
 
+    def _stop_if_asked(self) -> None:
+        if self.stop_asked():
+            raise RunStopped(
+                "The run was asked to stop. What the sites have paid for is kept.",
+                f"To go on: lensemble run --resume {self.folder.path}",
+            )
+
+    def _present(self) -> set[bytes]:
+        """Members that are connected now."""
+        connected = set(self.transport.nodes())
+        return {i for i, m in self.members.items() if m.node in connected}
+
+    def _able(self) -> set[bytes]:
+        """Members that have budget left, as far as they said."""
+        return {i for i, m in self.members.items() if not m.exhausted}
+
+    def _quorum(self, index: int, opened: RoundOpen | None) -> bool:
+        """Wait until enough are connected for a round, newcomers included; nobody is asked anything before.
+
+        Args:
+            index: the round.
+            opened: its record, if it was opened before: then enough of its own roster are needed.
+
+        Returns:
+            False: the round cannot go on without those who left, but another one could.
+
+        Raises:
+            FaultToleranceExceeded: too few within ``join_timeout_s``; the round stays as it is and can be resumed.
+            PrivacyBudgetExceeded: too few members have budget left.
+        """
+        federation = self.config.federation
+        least = federation.min_participants if opened is None else max(opened.threshold, opened.min_survivors)
+        began = self.clock()
+        patience = min(5.0 if self.transport.simulation else math.inf, federation.join_timeout_s)
+        while True:
+            self._stop_if_asked()
+            present, able = self._present(), self._able()
+            if opened is None and len(able) < min(len(self.members), federation.min_participants):
+                raise self._budget_error(index)
+            there = present & (able if opened is None else set(opened.roster))
+            if len(there) >= least:
+                return True
+            now = self.clock()
+            if now - began >= patience:
+                break
+            self.on_event("progress", {"what": "waiting for participants", "done": len(there), "total": least})
+            self.sleep(min(1.0, began + patience - now))
+            self._refresh()
+        if opened is not None and len(present & able) >= federation.min_participants:
+            return False
+        raise FaultToleranceExceeded(
+            f"{len(there)} participants are there for round {index} after {now - began:.0f} s; {least} are needed.",
+            "Bring participants back, then resume the run.",
+            present=len(there),
+            minimum=least,
+        )
+
     def _open(self, checkpoint: Checkpoint) -> RoundOpen:
-        """The round's record: the stored one if it was ever opened, else a new one, fsynced before it is sent."""
+        """The round's record: the stored one if it was ever opened, else a new one, fsynced before it is sent.
+
+        The roster of a new one are the members that are connected: who left costs the others neither time nor quorum,
+        and who comes back is in the next one.
+        """
         index = checkpoint.round
         opened = self.folder.opened(index)
         if opened is not None:
             return opened
-        federation = self.config.federation
-        roster = tuple(sorted(i for i, m in self.members.items() if not m.exhausted))
-        if len(roster) < federation.min_participants:
-            if any(m.exhausted for m in self.members.values()):
-                raise self._budget_error(index)
-            raise FaultToleranceExceeded(
-                f"{len(roster)} participants are left for round {index}; {federation.min_participants} are needed.",
-                "Wait for more, then resume the run.",
-                present=len(roster),
-                minimum=federation.min_participants,
-            )
+        roster: tuple[bytes, ...] = ()
+        while len(roster) < self.config.federation.min_participants:  # who was there may have left again
+            self._quorum(index, None)
+            roster = tuple(sorted(self._present() & self._able()))
+        for identity, member in self.members.items():
+            member.missed = identity not in roster
         plan: Plan = make_plan(self.config, len(roster), self.task.dimension)
         theta = theta_hash(self.task.layout, self._theta(checkpoint))
         momentum = momentum_hash(checkpoint.momentum) if self.config.secagg.verify_sum else bytes(32)
@@ -469,6 +527,8 @@ class Coordinator:
         started, self._traffic, self._index = self.clock(), Traffic(), opened.round
         self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
         for _ in range(MAX_ATTEMPTS):
+            if not self._quorum(opened.round, opened):
+                return Outcome.BURNT, self._burn(checkpoint, opened, "too many of its roster left for good")
             attempt = self.folder.next_attempt(opened.round)
             try:
                 stored = self._attempt(checkpoint, opened, attempt, last)
@@ -503,6 +563,7 @@ class Coordinator:
         def enough(present: tuple[bytes, ...], stage: str) -> None:
             if len(present) < need:
                 raise _Void(f"{len(present)} of {len(opened.roster)} left after {stage}; {need} are needed")
+            self._stop_if_asked()  # nobody was asked to reveal: the round can be taken up again
 
         def excluded(cause: object) -> None:
             self.on_event("excluded", {"round": opened.round, "cause": cause})

@@ -39,10 +39,20 @@ def _say_which(record: JoinRequest | RoundOpen | RoundClose) -> None:
 
 
 def most_vector_bytes(stage: str, participant: SiteParticipant) -> int:
-    """Bytes of the longest vector that this stage may be sent; known before the vector is read."""
-    verify = participant.config.secagg.verify_sum
-    most = {Stage.TRAIN: STATE_BYTES if verify else 4, Stage.CLOSE: 4, Stage.OPEN: 4 if verify else 0}
-    return most[stage] * participant.task.dimension if most.get(stage) else 0
+    """Bytes of the longest vector that this stage may be sent; known before the vector is read.
+
+    Raises:
+        PolicyViolation: a rule of the site forbids the run; nothing was built for it.
+    """
+    if stage == Stage.TRAIN:  # the open round's, which was judged
+        opened = participant.public_round()
+        if opened is None:
+            return 0
+        return (STATE_BYTES if opened.verify_sum else 4) * opened.dimension
+    if stage == Stage.CLOSE or (stage == Stage.OPEN and participant.config.secagg.verify_sum):
+        participant.check_run()
+        return 4 * participant.task.dimension
+    return 0
 
 
 def handle(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
@@ -128,8 +129,9 @@ def new_manifest(
     probe_hash: bytes,
     simulation: bool,
     sites_dir: str,
+    revision: str = "",
 ) -> RunManifest:
-    """The manifest at the start of a run."""
+    """The manifest at the start of a run. ``revision``: of the code, as whoever submitted the run knows it."""
     numbers = {k: v for k, v in asdict(plan).items() if k not in ("ring", "guarantee")}
     ring = {"bits": plan.ring.bits, "scale_log2": plan.ring.scale_log2, "qmax": plan.ring.qmax}
     frame_moves = config.federation.surface == "full" and config.task == "world_model"
@@ -157,7 +159,8 @@ def new_manifest(
         versions=versions(),
         python=platform.python_version(),
         platform=platform.platform(),
-        git=git_revision(Path(__file__).parent),
+        # The app runs from a bundle's folder, which is in no checkout; the submitter's command knows better.
+        git=revision if re.fullmatch(r"[0-9a-f]{40}\+?", revision) else git_revision(Path(__file__).parent),
         sites_dir=sites_dir,
         sum_checked_by=sum_checked_by(config),
     )

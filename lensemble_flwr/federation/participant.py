@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.data import commitment
-from lensemble_flwr.errors import ContractViolation, PrivacyBudgetExceeded
+from lensemble_flwr.errors import STOPS, ContractViolation, PrivacyBudgetExceeded
 from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.plan import make_plan, opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
@@ -49,9 +49,16 @@ _OPEN, _ATTEMPT, _SESSION = "open", "attempt", "session"
 
 @dataclass(frozen=True)
 class Runtime:
-    """Facts about where this code runs, detected by the app, never configured."""
+    """Facts about where this code runs, detected by the app, never configured.
+
+    Args:
+        simulation: whether this is an actor of Flower's simulation runtime.
+        authorities: tells the fingerprints of the certificate authorities that this process's own SuperNode trusts;
+            None: those of the site's ``ca.crt``.
+    """
 
     simulation: bool
+    authorities: Callable[[], tuple[str, ...]] | None = None
 
 
 class SiteParticipant:
@@ -80,6 +87,7 @@ class SiteParticipant:
             PolicyViolation: a rule of the site forbids the run.
         """
         request = JoinRequest.decode(body)
+        self.check_run()  # before the task is built: what a submitter asks for may be huge
         if self.config.secagg.verify_sum:
             self._chain(request.federation_id).require_trust()
         if self.config.secagg.pinned and self._roster() is None:
@@ -88,13 +96,23 @@ class SiteParticipant:
             raise refused("The coordinator runs another configuration.", Refusal.HASH_MISMATCH)
         if request.base_hash != self.task.base_hash:
             raise refused("The coordinator has another warm start.", Refusal.HASH_MISMATCH)
-        self.site.policy.check_run(self.config, self.site.coordinators())
         identity, root = self.site.identity, self._commit(request.federation_id)
         signature = self.site.sign(JoinReply.statement(request.federation_id, identity, root))
         return Outgoing(JoinReply(PROTOCOL_VERSION, identity, root, signature).encode())
 
     def _chain(self, federation_id: bytes) -> ModelChain:
         return ModelChain(self.site, self.config, self.task, federation_id)
+    def check_run(self) -> None:
+        """Judge the run's configuration by the site's policy, at once: nothing is built, read or computed for it.
+
+        Raises:
+            PolicyViolation: a rule of the site forbids the run.
+        """
+        policy = self.site.policy
+        known: tuple[str, ...] = ()
+        if policy.allowed_coordinators is not None:
+            known = (self.runtime.authorities or self.site.coordinators)()
+        policy.check_run(self.config, known)
 
     def _roster(self) -> Roster | None:
         """Whom this site pinned. Simulated sites have no operators: in a pinned run they pin the sites beside them."""
@@ -114,7 +132,9 @@ class SiteParticipant:
         try:
             hashes = self.task.episode_hashes(self.partition)
             root = commitment.root(hashes, self.site.dataset_salt(federation_id))
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:  # a panic of compiled code is no Exception
             if not self.config.privacy.enabled:
                 raise
             # Whether data can be read is private too: a root that binds nothing, and later zero updates.
@@ -169,7 +189,7 @@ class SiteParticipant:
             if opened.verify_sum:
                 told = SumOpening.decode(opening) if opening else None
                 vouches = self._chain(opened.federation_id).vouches(opened, closed, told, packed_sum)
-            self._check_parent(opened, closed, opened.round - 1 in ledger.rounds(opened.federation_id))
+            self._check_parent(opened, closed)
             self._settle(ledger, opened.federation_id, opened.round, closed)
             entry = ledger.state(opened.federation_id, opened.round)
             if entry.state == "reserved":
@@ -188,6 +208,8 @@ class SiteParticipant:
         return Outgoing(keys)
 
     def _check(self, opened: RoundOpen) -> None:
+        self.check_run()
+        self.site.policy.check(opened, self._roster())
         config, task = self.config, self.task
         if opened.config_hash != config_hash(config):
             raise refused("The round belongs to another configuration.", Refusal.HASH_MISMATCH)
@@ -206,9 +228,6 @@ class SiteParticipant:
             raise refused("The round has another size than the configuration.", Refusal.HASH_MISMATCH)
         if opened.replay and not self.runtime.simulation:
             raise refused("Seeded noise is refused outside a simulation.", Refusal.POLICY)
-        policy = self.site.policy
-        policy.check_run(config, self.site.coordinators())
-        policy.check(opened, self._roster())
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
@@ -292,21 +311,11 @@ class SiteParticipant:
         theta = self._theta(opened, given)
         root = self.dataset_root(opened.federation_id)
         session.check_envelopes(envelopes)  # before anything is charged: one peer must not make all others pay
-        with self.site.ledger() as ledger:
-            entry = ledger.state(opened.federation_id, opened.round)
-            if entry.state == "encoded":
-                release = self._cached(ledger, opened)
-                if release is None:
-                    raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
-            elif entry.state is None:
-                release = self._fresh(ledger, opened, theta)
-            else:
-                if entry.state == "reserved":
-                    self._forfeit(ledger, opened.federation_id, opened.round, "no update was written")
-                raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
-            # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
-            # peers in them, would give the masks away one by one.
-            self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
+        # One training at a time in a federation, while the ledger is free for the site's other federations.
+        with self.site.training(opened.federation_id, self.config.federation.timeout_s):
+            release = self._stored(opened)
+            if release is None:
+                release = self._fresh(opened, theta)
         lanes = session.masked(envelopes, release.q, threads=cores())
         if opened.verify_sum:
             self._chain(opened.federation_id).keep_key(opened, attempt, session.sum_key())
@@ -326,22 +335,45 @@ class SiteParticipant:
             raise refused("theta is not the model that the round was opened with.", Refusal.HASH_MISMATCH)
         return given
 
-    def _fresh(self, ledger: PrivacyLedger, opened: RoundOpen, theta: np.ndarray) -> Release:
+    def _stored(self, opened: RoundOpen) -> Release | None:
+        """The update that this round is answered with already, or None where the round was never reserved.
+
+        Raises:
+            RoundError: the round is forfeited or over, or this session has left this stage before.
+        """
+        with self.site.ledger() as ledger:
+            entry = ledger.state(opened.federation_id, opened.round)
+            release = self._cached(ledger, opened) if entry.state == "encoded" else None
+            if entry.state == "reserved":
+                self._forfeit(ledger, opened.federation_id, opened.round, "no update was written")
+            if entry.state is not None and release is None:
+                raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
+            # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
+            # peers in them, would give the masks away one by one.
+            self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
+        return release
+
+    def _fresh(self, opened: RoundOpen, theta: np.ndarray) -> Release:
+        """Train without the ledger, then take it again: what is known of the round may have changed meanwhile."""
         if not opened.replay:
             OsEntropy().probe()  # without noise there is no release: find out before training, and before paying
         delta, state = self._delta(opened, theta)
         fid, index = opened.federation_id, opened.round
-        # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
-        ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
-        release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
-        del delta
-        digest = self.site.save_release(fid, index, release)
-        if state is not None:  # however a secret coin fell: a state kept only with the update would tell it
-            self.site.stage_local_state(fid, index, state)
-        ledger.encoded(fid, index, digest, opened.digest())
-        if self.site.policy.log_releases:
-            self.site.log_release(fid, index, release)
-        self.site.adopt_local_state(fid, index)
+        with self.site.ledger() as ledger:
+            closed = self.site.last_closed(fid)
+            if ledger.state(fid, index).state is not None or (closed is not None and closed[0] >= index):
+                raise refused(f"Round {index} ended while it was trained for.", Refusal.STALE)
+            # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
+            ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
+            release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
+            del delta
+            digest = self.site.save_release(fid, index, release)
+            if state is not None:  # however a secret coin fell: a state kept only with the update would tell it
+                self.site.stage_local_state(fid, index, state)
+            ledger.encoded(fid, index, digest, opened.digest())
+            if self.site.policy.log_releases:
+                self.site.log_release(fid, index, release)
+            self.site.adopt_local_state(fid, index)
         return release
 
     def _delta(self, opened: RoundOpen, theta: np.ndarray) -> tuple[np.ndarray | None, bytes | None]:
@@ -360,7 +392,9 @@ class SiteParticipant:
                 raise ContractViolation("The local update is not finite.")
             if not opened.private and max(delta.max(), -delta.min()) > self.config.secagg.range:
                 raise ContractViolation("The local update has a coordinate over the public range.")
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:  # a panic of compiled code is no Exception
             if not opened.private:
                 failure = refused(f"The local update failed: {error}", Refusal.UPDATE)
                 raise failure from error
@@ -438,6 +472,9 @@ class SiteParticipant:
         """
         closed = RoundClose.decode(body)
         fid = closed.federation_id
+        if theta is not None:
+            self.check_run()
+            _ = self.task.dimension  # built before the ledger is held: that takes seconds
         with self.site.ledger() as ledger:
             self.dataset_root(fid)
             known = self.site.last_closed(fid)
@@ -472,10 +509,11 @@ class SiteParticipant:
         if not fits or theta_hash(self.task.layout, theta) != closed.theta_hash:
             raise refused("The final model is not the one that was committed.", Refusal.HASH_MISMATCH)
 
-    def _check_parent(self, opened: RoundOpen, closed: RoundClose | None, was_there: bool) -> None:
-        """The round starts from the model that the round before it ended with.
+    def _check_parent(self, opened: RoundOpen, closed: RoundClose | None) -> None:
+        """The round starts from the model that the round before it ended with, and that end must be told.
 
-        One that took part in that round must be told its end; one that did not can only take the model as it comes.
+        One that took part checks that it is the end of the round that it answered (:meth:`_settle`); one that was away
+        can only hold the coordinator to what it says: the same model in the record and in the round.
         """
         known = self.site.last_closed(opened.federation_id)
         told = (closed.round, closed.theta_hash) if closed is not None else None
@@ -486,7 +524,8 @@ class SiteParticipant:
         for index, digest in filter(None, (known, told)):
             if index == opened.round - 1 and digest != opened.theta_hash:
                 raise refused("The round does not follow from the one that was closed.", Refusal.HASH_MISMATCH)
-        if was_there and opened.round - 1 not in {index for index, _ in filter(None, (known, told))}:
+        # Whoever was away is told, too: it joins the round at the model that the round before ended with.
+        if opened.round and opened.round - 1 not in {index for index, _ in filter(None, (known, told))}:
             raise refused("The end of the round before this one was not told.", Refusal.HASH_MISMATCH)
         if known and told and known[0] == told[0] and known[1] != told[1]:
             raise refused("The round was closed with another model before.", Refusal.HASH_MISMATCH)

@@ -49,13 +49,17 @@ RULES = {
     "min_threshold": "Least share of the roster that is needed to unmask a sum, between 0 and 1.",
     "max_clip_norm": "Largest clipping bound C.",
     "max_inner_steps": "Most local steps H in a round.",
+    "max_rounds": "Most rounds that a run may plan. null: any number.",
+    "max_participants": "Most participants that a run may plan. null: any number.",
+    "max_weights": "Most weights of a run's model, judged before anything of it is built. null: any number. (Of a\n"
+    "task of one's own only the vector of a round is judged: what its options make it build is up to its code.)",
     "min_roster": "Fewest participants in a federation.",
     "guarantee": "The guarantee that a run's noise must be sized for: local, central, or null for either.",
     "ring_bits": "Sizes of the ring that are accepted.",
     "dataset": "The name of the data set (data.name) that a run must ask for; null: any.",
     "allowed_coordinators": "SHA-256 fingerprints of the certificate authorities that ca.crt may hold; null: any.",
-    "allowed_fabs": "SHA-256 hashes of the apps that may run here, judged by bin/flwr-clientapp before any line of\n"
-    "the app runs; []: none; any: whatever a submitter sends. A real site must have this rule.",
+    "allowed_fabs": "Hashes (SHA-256 of the content) of the apps that may run here, judged by bin/flwr-clientapp\n"
+    "before any line of the app runs; []: none; any: whatever a submitter sends. A real site must have this rule.",
     "allowed_tasks": "Tasks of this site's own installation that a run may ask for, besides the built-in ones:\n"
     "package.module:Class, or the name of an entry point. Their code runs here, on this site's data. []: none.",
     "log_releases": "Keep a copy of every (noised) release at the site, for audits.",
@@ -95,6 +99,9 @@ class Policy:
     min_threshold: float = 0.0
     max_clip_norm: float | None = None
     max_inner_steps: int | None = None
+    max_rounds: int | None = 10_000
+    max_participants: int | None = 1024
+    max_weights: int | None = 1_000_000_000
     min_roster: int = 3
     guarantee: str | None = None
     ring_bits: tuple[int, ...] = (16, 24, 32)
@@ -205,6 +212,8 @@ class Policy:
             yield _forbids("max_clip_norm", f"C is {opened.clip_norm:g}")
         if self.max_inner_steps is not None and opened.inner_steps > self.max_inner_steps:
             yield _forbids("max_inner_steps", f"H is {opened.inner_steps}")
+        if self.max_weights is not None and opened.dimension > self.max_weights:
+            yield _forbids("max_weights", f"its vectors have {opened.dimension} weights")
 
     def check(self, opened: RoundOpen, roster: Roster | None = None) -> None:
         """Judge the public values of a round.
@@ -237,6 +246,23 @@ class Policy:
         violation = forbidden_task(config.task, self.allowed_tasks)
         if violation is not None:
             yield violation
+        h = config.diloco.inner_steps
+        planned = (
+            ("max_inner_steps", self.max_inner_steps, h, f"H is {h}"),
+            ("max_rounds", self.max_rounds, config.diloco.rounds, f"it plans {config.diloco.rounds} rounds"),
+            (
+                "max_participants",
+                self.max_participants,
+                config.federation.participants,
+                f"it plans {config.federation.participants} participants",
+            ),
+            ("max_weights", self.max_weights, config.weights, f"its model has about {config.weights:,} weights"),
+        )
+        for rule, most, value, text in planned:
+            if most is not None and value > most:
+                yield _forbids(rule, text)
+        if config.privacy.sample_rate < 1.0 and not self.allow_sampling:
+            yield _forbids("allow_sampling", f"its sample rate is {config.privacy.sample_rate:g}")
         if self.dataset is not None and config.data.name != self.dataset:
             yield _forbids("dataset", f"it asks for the data set {config.data.name!r}")
         if self.allowed_coordinators is not None:
@@ -328,6 +354,9 @@ def simulated_policy(config: Config) -> Policy:
         allow_two_party=config.secagg.allow_two_party,
         allow_sampling=True,
         allowed_tasks=() if config.task in BUILT_IN_TASKS else (config.task,),
+        max_rounds=None,
+        max_participants=None,
+        max_weights=None,
         min_roster=2 if config.secagg.allow_two_party else 3,
     )
 

@@ -6,6 +6,7 @@
     rounds.jsonl                 one line per finished round, appended with fsync
     coordinator.log              what happened when, one JSON object a line; public values only
     checkpoints/round-00000.safetensors ...
+    state/stop                       exists once somebody asked the run to stop
     state/round-00003/open.bin       RoundOpen, fsynced before it is first sent
     state/round-00003/attempt        number of the attempt that may be under way
     state/round-00003/asked          exists once somebody may have been asked to reveal
@@ -135,6 +136,11 @@ class RunFolder:
     @property
     def federation_id(self) -> bytes:
         return bytes.fromhex(self.federation["federation_id"])
+
+    @property
+    def stop_file(self) -> Path:
+        """Once it exists, the run ends at the next point where nothing is lost."""
+        return self.path / "state" / "stop"
 
     @contextmanager
     def lock(self) -> Iterator[None]:

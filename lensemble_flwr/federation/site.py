@@ -13,7 +13,7 @@ over/            one empty file per round that is settled: no protocol session o
 masked/          one empty file per state of a protocol session that must not be left twice; deleted with its round
 federations/     per federation: the dataset root it was joined with, the last round whose end was told
 releases/        encoded updates that may still have to be sent again
-local/           the action head and optimizer moments, adopted with a release
+local/           the action head and optimizer moments, adopted with a release; a lock while a federation trains
 sums/            where sums are verified: the model that this site knows to be right, the key of a sum to come (secret)
 models/          the committed models that this site ended its runs with
 site.log         the site's own log, one JSON object a line; never sent anywhere
@@ -21,24 +21,27 @@ site.log         the site's own log, one JSON object a line; never sent anywhere
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import numpy as np
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lensemble_flwr.data.commitment import derive_salt
-from lensemble_flwr.durable import atomic_write, sync_folder
-from lensemble_flwr.errors import ArtifactError, ConfigError, SecureAggregationError
+from lensemble_flwr.durable import atomic_write, file_errors, sync_folder
+from lensemble_flwr.errors import ArtifactError, ConfigError, LedgerError, SecureAggregationError
 from lensemble_flwr.federation.policy import Policy, load_policy, save_policy
 from lensemble_flwr.federation.roster import PUBLIC_KEY_FILE, ROSTER_FILE, Roster, load_roster
 from lensemble_flwr.federation.site_settings import SiteSettings, load_settings
+from lensemble_flwr.federation.supernode import fingerprints
 from lensemble_flwr.json_log import JsonFormatter
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
@@ -135,14 +138,7 @@ class Site:
         Raises:
             ConfigError: the file holds no certificates.
         """
-        try:
-            pem = (self.folder / "ca.crt").read_bytes()
-            certificates = x509.load_pem_x509_certificates(pem)
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.folder / 'ca.crt'} holds no readable certificate: {error}.") from error
-        return tuple(certificate.fingerprint(hashes.SHA256()).hex() for certificate in certificates)
+        return fingerprints(self.folder / "ca.crt")
 
     @property
     def roster(self) -> Roster | None:
@@ -220,6 +216,31 @@ class Site:
     def answered(self, federation_id: bytes, round_index: int) -> bool:
         """Whether this round's unmask question was answered."""
         return (self.folder / "answered" / f"{federation_id.hex()}-{round_index}").exists()
+
+    @contextmanager
+    def training(self, federation_id: bytes, timeout_s: float) -> Iterator[None]:
+        """One process at a time trains for a federation; the ledger stays free. The lock goes with its process.
+
+        Raises:
+            LedgerError: another one trains for longer than ``timeout_s`` seconds (busy).
+        """
+        path = self.folder / "local" / f"{federation_id.hex()}.lock"
+        deadline = time.monotonic() + timeout_s
+        with file_errors(path, "open"):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise LedgerError("Another process of this site still trains.", busy=True) from None
+                    time.sleep(0.05)
+            yield
+        finally:
+            os.close(handle)
 
     # ------------------------------------------------------------------ cached releases
 

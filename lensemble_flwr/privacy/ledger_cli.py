@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError, LedgerError
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
 from lensemble_flwr.privacy.ledger import Charge, PrivacyLedger
 from lensemble_flwr.privacy.ledger_book import STATES
 from lensemble_flwr.privacy.ledger_file import Head
@@ -20,16 +20,17 @@ def ledger_command(args: list[str]) -> int:
     """Run one subcommand and print plain text; returns the exit status.
 
     Raises:
-        ConfigError: bad arguments.
+        ConfigError: bad arguments, or there is no ledger at all.
         LedgerError: the ledger cannot be used (``verify`` prints that instead and returns 1).
     """
     options = _parser().parse_args(args)
     path: Path = options.path
     options.path = path / "ledger.jsonl" if path.is_dir() else path
     head = options.head or options.path.with_suffix(".head")
-    if options.run is _show and not options.path.exists() and not Path(head).exists():
+    a_site = (options.path.parent / "identity.key").exists()  # whose ledger is lost: that is not a wrong path
+    if options.run in (_show, _verify) and not options.path.exists() and not Path(head).exists() and not a_site:
         sites = sorted(p.name for p in path.glob("*/") if (p / "ledger.jsonl").is_file()) if path.is_dir() else []
-        raise LedgerError(
+        raise ConfigError(
             f"There is no ledger in {path}: its log and its head are missing.",
             f"There are {len(sites)} below it; name one: {path / sites[0]}" if sites else "Correct the path.",
         )

@@ -28,6 +28,10 @@ pytestmark = pytest.mark.usefixtures("flower_task")
 CONTEXT = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
 
 
+class Panic(BaseException):
+    """As a panic of compiled code comes: pyo3's PanicException is no Exception."""
+
+
 def message(stage: str = Stage.JOIN) -> Message:
     return Message(RecordDict({FIELDS: ConfigRecord({BODY: b""})}), dst_node_id=2, message_type=stage)
 
@@ -85,10 +89,11 @@ def test_anything_else_becomes_a_refusal(handled: Any) -> None:
         (ValueError("secret 17"), Refusal.PROTOCOL),
         (MemoryError("secret 17"), Refusal.PROTOCOL),
         (KeyError("secret 17"), Refusal.PROTOCOL),
+        (Panic("secret 17"), Refusal.PROTOCOL),
     ],
 )
 def test_an_error_leaves_as_its_code_and_its_text_stays(
-    error: Exception, expected: Refusal, capfd: pytest.CaptureFixture[str]
+    error: BaseException, expected: Refusal, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(m: Message, c: Context) -> None:
         raise error
@@ -97,6 +102,15 @@ def test_an_error_leaves_as_its_code_and_its_text_stays(
     assert code(content) == expected
     assert b"secret" not in content.deflate()
     assert "secret" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_process_that_is_asked_to_end_ends(stop: type[BaseException]) -> None:
+    def end(m: Message, c: Context) -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        leaves(end)
 
 
 def test_a_numpy_client_that_gives_nothing_away() -> None:

@@ -74,7 +74,7 @@ def wait(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
         time.sleep(0.3)
 
 
-OVERRIDES = [*script().run_overrides(4, "linear", 3), "federation.timeout_s=60"]
+OVERRIDES = [*script().run_overrides(4, "linear", 3), "federation.timeout_s=120"]
 
 
 class Federation:

@@ -9,12 +9,14 @@ import json
 import subprocess
 import sys
 import textwrap
+import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lensemble_flwr.deploy.shim import AppRefused, allowed_fabs, judge
+from lensemble_flwr.deploy.shim import MOST_BYTES, AppRefused, allowed_fabs, content_hash, judge
 from lensemble_flwr.deploy.site_folder import shim_text
 from lensemble_flwr.federation.policy import Policy, save_policy
 
@@ -128,6 +130,36 @@ def allow(site: Path, *fabs: bytes) -> None:
     )
 
 
+def test_the_content_is_what_is_listed_however_it_was_compressed(site: Path, tmp_path: Path) -> None:
+    """The same files from another zlib are the same app; one other byte, one more file, a name twice are another."""
+    fab = bundle(tmp_path / "app", "x = 1\n")
+    save_policy(site / "policy.yaml", Policy(max_epsilon_local=1.0, allowed_fabs=(content_hash(fab),)))
+
+    def again(method: int, change: Any = lambda items: items) -> bytes:
+        with zipfile.ZipFile(io.BytesIO(fab)) as archive:
+            items = [(item.filename, archive.read(item)) for item in archive.infolist()]
+        made = io.BytesIO()
+        with warnings.catch_warnings(), zipfile.ZipFile(made, "w", method) as archive:
+            warnings.simplefilter("ignore")
+            for name, data in change(items):
+                archive.writestr(name, data)
+        return made.getvalue()
+
+    for same in (fab, again(zipfile.ZIP_STORED), again(zipfile.ZIP_BZIP2), again(0, lambda items: items[::-1])):
+        judge(site, same)
+    changes = (
+        lambda items: [(name, data + b"\n") for name, data in items],
+        lambda items: items[1:],
+        lambda items: [*items, ("one_more.py", b"")],
+        lambda items: [*items, items[0]],
+        lambda items: [(items[0][0] + "x", items[0][1]), *items[1:]],
+        lambda items: [*items, ("zeros", bytes(MOST_BYTES))],
+    )
+    for change in changes:
+        with pytest.raises(AppRefused, match="does not list"):
+            judge(site, again(zipfile.ZIP_DEFLATED, change))
+
+
 def test_one_changed_byte_runs_no_line(site: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     fab = bundle(tmp_path / "good", trace_code(trace))
@@ -143,7 +175,7 @@ def test_one_changed_byte_runs_no_line(site: Path, tmp_path: Path) -> None:
         assert "allowed_fabs" in error
         assert not trace.exists()
         assert not (site / "flwr" / "apps").exists()  # not even unpacked
-    assert hashlib.sha256(changed).hexdigest() in (site / "site.log").read_text()
+    assert content_hash(changed) in (site / "site.log").read_text()
     assert run(site, fab) is None
     assert trace.exists()
 

@@ -104,4 +104,4 @@ def test_seconds_by_stage(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 2
-    assert main(["status", str(tmp_path)]) == 1
+    assert main(["status", str(tmp_path)]) == 2

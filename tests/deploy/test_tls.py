@@ -25,7 +25,7 @@ from lensemble_flwr.deploy.tls import (
     split_address,
     visit,
 )
-from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.errors import ConfigError, LaunchError
 
 
 @pytest.fixture
@@ -89,8 +89,9 @@ def test_another_authority_and_another_name_are_refused(pki: Path, tmp_path: Pat
     issue_server((pki / "ca.key", pki / "ca.crt"), pki / "s.key", pki / "s.crt", ["10.0.0.1"])
     with pytest.raises(ConfigError, match="does not vouch"):
         visit(f"127.0.0.1:{serve(pki, '')}", pki / "ca.crt")
-    with pytest.raises(ConfigError, match="does not answer"):
-        visit("127.0.0.1:1", pki / "ca.crt")
+    for insecure in (False, True):
+        with pytest.raises(LaunchError, match="does not answer"):
+            visit("127.0.0.1:1", pki / "ca.crt", insecure=insecure)
 
 
 def test_a_server_certificate_is_no_authority(pki: Path) -> None:

@@ -27,7 +27,7 @@ from lensemble_flwr.federation.wire import check_egress, refusal_for
 Hook = Callable[[str, int, Mapping[str, Any]], Any]
 
 
-class Killed(BaseException):
+class Killed(SystemExit):
     """Stands for kill -9: nothing may catch it."""
 
 

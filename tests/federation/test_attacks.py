@@ -237,10 +237,14 @@ def test_a_participant_whose_node_was_restarted_comes_back(tmp_path: Path) -> No
 # ---------------------------------------------------------------- private data shows in nothing
 
 
+class Panic(BaseException):
+    """As a panic of compiled code comes: pyo3's PanicException is no Exception."""
+
+
 class Unreadable:
     """A task whose local data cannot be read once ``broken``."""
 
-    def __init__(self, task: Task, error: Exception, broken: bool) -> None:
+    def __init__(self, task: Task, error: BaseException, broken: bool) -> None:
         self.task, self.error, self.broken = task, error, broken
 
     def __getattr__(self, name: str) -> Any:
@@ -250,8 +254,8 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-@pytest.mark.parametrize("error", [DataError("episode 7 is unreadable"), MemoryError("episode 7")])
-def test_unreadable_data_is_not_told_apart(tmp_path: Path, error: Exception, from_the_start: bool) -> None:
+@pytest.mark.parametrize("error", [DataError("episode 7 is unreadable"), MemoryError("episode 7"), Panic("episode 7")])
+def test_unreadable_data_is_not_told_apart(tmp_path: Path, error: BaseException, from_the_start: bool) -> None:
     federation = Federation(tmp_path, "diloco.rounds=1 secagg.pinned=true")
     task = Unreadable(federation.task, error, from_the_start)
     federation.transport.members[NODE].task = cast(Task, task)

@@ -163,8 +163,10 @@ def test_the_command_pins_shows_and_removes(tmp_path: Path, capsys: pytest.Captu
     assert "no roster is pinned" in capsys.readouterr().out
     assert not (site.folder / "roster.json").exists()
     assert main(["site", "roster", folder, "--add", f"a={A}", f"b={B}"]) == 0
-    shown = capsys.readouterr().out
-    assert "missing in its own roster" in shown
+    assert "(this site)" in capsys.readouterr().out  # whoever adds others is not forgotten
+    assert main(["site", "roster", folder, "--remove", "site"]) == 1
+    assert "missing in its own roster" in capsys.readouterr().out
+    assert main(["site", "roster", folder, "--add", f"a={A}"]) == 0
     assert main(["site", "roster", folder, "--add", f"me={me}", "--remove", "b"]) == 0
     shown = capsys.readouterr().out
     assert site.roster is not None

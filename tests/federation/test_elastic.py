@@ -1,0 +1,252 @@
+"""Who comes late, leaves, comes back or is replaced; and what a federation does that has too few."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lensemble_flwr.errors import FaultToleranceExceeded, RunStopped
+from lensemble_flwr.federation.policy import simulated_policy
+from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.task import theta_hash
+from lensemble_flwr.federation.wire import Refusal, Stage
+from tests.federation.harness import Federation, Killed, Node
+
+NODE = 103
+
+
+class Elastic(Federation):
+    """Four sites, three of which are enough; a script of who is connected when each round opens."""
+
+    def __init__(self, tmp: Path, overrides: str = "") -> None:
+        super().__init__(
+            tmp, "federation.min_participants=3 secagg.min_survivors=3 federation.timeout_s=5 " + overrides
+        )
+        self.away: dict[int, Node] = {}
+        self.at_end_of: dict[int, Any] = {}
+        self.on_event = lambda name, fields: (
+            self.at_end_of.get(fields["round"], lambda: None)() if name == "round" else None
+        )
+
+    def leave(self, *nodes: int) -> None:
+        for node in nodes:
+            self.away[node] = self.transport.members.pop(node)
+
+    def come(self, *nodes: int, memory: bool = True) -> None:
+        for node in nodes:
+            member = self.away.pop(node)
+            self.transport.members[node] = member if memory else dataclasses.replace(member, memory={})
+
+    def in_sum(self) -> list[tuple[str, int, int]]:
+        return [(r["outcome"], r["participants"], r["roster"]) for r in self.rounds()]
+
+    def rounds_of(self, node: int) -> list[int]:
+        assert self.folder is not None
+        site = (self.transport.members.get(node) or self.away[node]).site
+        with site.ledger() as ledger:
+            return list(ledger.rounds(self.folder.federation_id))
+
+
+def test_a_late_joiner_takes_part_from_the_next_round_on(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=3")
+    federation.leave(NODE)
+    federation.at_end_of = {0: lambda: federation.come(NODE)}
+    final = federation.start()
+    assert federation.in_sum() == [("committed", 3, 3), ("committed", 4, 4), ("committed", 4, 4)]
+    assert federation.rounds_of(NODE) == [1, 2]
+    (model,) = (federation.transport.members[NODE].site.folder / "models").iterdir()
+    assert model.read_bytes() == final.astype("<f4").tobytes()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_site_behind_by_three_rounds_rejoins_at_the_current_model(tmp_path: Path, restarted: bool) -> None:
+    """It is in round 0, away for 1 to 3, and trains in round 4 on the model that round 3 ended with, by hash."""
+    federation = Elastic(tmp_path, "diloco.rounds=6")
+    federation.at_end_of = {
+        0: lambda: federation.leave(NODE),
+        3: lambda: federation.come(NODE, memory=not restarted),
+    }
+    federation.start()
+    assert federation.in_sum() == [("committed", 4, 4), *[("committed", 3, 3)] * 3, *[("committed", 4, 4)] * 2]
+    assert federation.rounds_of(NODE) == [0, 4, 5]  # it paid for nothing that it was not in
+    sent = [f for s, n, f, _ in federation.transport.log if s == Stage.TRAIN and n == NODE]
+    layout = federation.task.layout
+    hashes = [theta_hash(layout, f["vector"]).hex() for f in sent]
+    ends = [r["theta_hash"] for r in federation.rounds()]
+    assert hashes[1:] == [ends[3], ends[4]]
+    with federation.transport.members[NODE].site.ledger() as ledger:
+        fid = federation.folder.federation_id  # type: ignore[union-attr]
+        assert {ledger.state(fid, index).state for index in (0, 4, 5)} == {"closed"}
+
+
+@pytest.mark.parametrize("told", ["another model", "an older round", "nothing"])
+def test_one_that_was_away_takes_no_model_that_does_not_follow(tmp_path: Path, told: str) -> None:
+    """The model must be that of the RoundOpen, and the RoundOpen must follow from the round before it."""
+    federation = Elastic(tmp_path, "diloco.rounds=5")
+    closes: list[bytes] = []
+
+    def before(stage: str, node: int, fields: Any) -> Any:
+        if stage == Stage.OPEN and node == 100:
+            closes.append(fields["closes"])
+        if node != NODE or len(federation.rounds()) != 4:
+            return None
+        if stage == Stage.OPEN and told == "an older round":
+            return {**fields, "closes": closes[-2]}
+        if stage == Stage.OPEN and told == "nothing":
+            return {**fields, "closes": b""}
+        if stage == Stage.TRAIN and told == "another model":
+            return {**fields, "vector": fields["vector"] + np.float32(1)}
+        return None
+
+    federation.transport.before = before
+    federation.at_end_of = {0: lambda: federation.leave(NODE), 3: lambda: federation.come(NODE)}
+    federation.start()
+    answers = [r.refusal for s, n, _, r in federation.transport.log if n == NODE and r is not None and r.refusal]
+    assert answers == [Refusal.HASH_MISMATCH]
+    assert federation.rounds_of(NODE) == [0]
+    assert federation.in_sum()[-1] == ("committed", 3, 4)
+
+
+def test_who_left_is_not_waited_for_and_does_not_count(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=3")
+    federation.at_end_of = {0: lambda: federation.leave(NODE)}
+    federation.start()
+    assert federation.in_sum() == [("committed", 4, 4), *[("committed", 3, 3)] * 2]
+    asked = [n for s, n, f, _ in federation.transport.log if s == Stage.OPEN and RoundOpen.decode(f["body"]).round]
+    assert NODE not in asked
+
+
+def test_two_take_turns(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=4")
+    federation.at_end_of = {
+        0: lambda: federation.leave(NODE),
+        1: lambda: (federation.come(NODE), federation.leave(100)),
+        2: lambda: (federation.come(100, memory=False), federation.leave(101)),
+    }
+    federation.start()
+    assert [r["participants"] for r in federation.rounds()] == [4, 3, 3, 3]
+    assert [federation.rounds_of(n) for n in (100, 101, NODE)] == [[0, 1, 3], [0, 1, 2], [0, 2, 3]]
+
+
+def newcomer(federation: Elastic, node: int = 200) -> None:
+    site = Site.create(federation.sites / f"site-{node}", simulated_policy(federation.config))
+    federation.transport.members[node] = Node(site, node)
+
+
+def test_a_newcomer_takes_the_place_of_one_that_left_for_ever(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=12 privacy.target_epsilon=50")
+
+    def replace() -> None:
+        federation.leave(NODE)
+        newcomer(federation)
+
+    federation.at_end_of = {0: replace, 9: lambda: federation.come(NODE)}
+    federation.start()
+    rosters = [r["roster"] for r in federation.rounds()]
+    assert rosters[:2] == [4, 3]  # its place is free once a round was opened without it
+    assert rosters[8:] == [4] * 4
+    assert federation.rounds_of(200)[-4:] == [8, 9, 10, 11]
+    assert federation.rounds_of(NODE) == [0]  # back too late: all places are taken
+    assert all(r["outcome"] == "committed" for r in federation.rounds())
+
+
+def test_a_lost_quorum_waits_then_ends_and_resume_goes_on(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=3 federation.join_timeout_s=4")
+    federation.at_end_of = {0: lambda: federation.leave(102, NODE)}
+    with pytest.raises(FaultToleranceExceeded, match="2 participants are there for round 1"):
+        federation.start()
+    assert federation.in_sum() == [("committed", 4, 4)]
+    waited = [f for n, f in federation.events if n == "progress" and f["what"] == "waiting for participants"]
+    assert waited
+    assert waited[-1] == {"what": "waiting for participants", "done": 2, "total": 3}
+    assert all(federation.rounds_of(node) == [0] for node in (100, 101, 102, NODE))  # waiting cost nobody anything
+    federation.come(102, NODE, memory=False)
+    federation.resume()
+    assert federation.in_sum() == [("committed", 4, 4)] * 3
+
+
+def test_a_quorum_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2 federation.join_timeout_s=50")
+    federation.at_end_of = {0: lambda: federation.leave(102, NODE)}
+    inner = federation.on_event
+
+    def event(name: str, fields: dict[str, Any]) -> None:
+        inner(name, fields)
+        if name == "progress" and fields["what"] == "waiting for participants" and federation.away:
+            federation.come(NODE, memory=False)
+
+    federation.on_event = event
+    federation.away.clear()
+    federation.start()
+    assert [r["outcome"] for r in federation.rounds()] == ["committed"] * 2
+
+
+def test_a_quorum_lost_in_a_round_leaves_it_open_and_resume_sends_the_same_updates(tmp_path: Path) -> None:
+    """Two go after they have trained: nobody was asked to reveal, so the round is void, not burnt."""
+    federation = Elastic(tmp_path, "diloco.rounds=2 federation.join_timeout_s=4")
+    trained: list[int] = []
+
+    def after(stage: str, node: int, reply: Any) -> Any:
+        if stage != Stage.TRAIN or not federation.rounds():
+            return reply
+        trained.append(node)
+        if len(trained) == 4:
+            federation.leave(102, NODE)
+        return reply if node < 102 else None
+
+    federation.transport.after = after
+    with pytest.raises(FaultToleranceExceeded, match="2 participants are there for round 1"):
+        federation.start()
+    assert federation.in_sum() == [("committed", 4, 4)]
+    assert all(federation.rounds_of(node) == [0, 1] for node in (100, 101, 102, NODE))
+    federation.come(102, NODE, memory=False)
+    federation.transport.after = lambda stage, node, reply: reply
+    federation.resume()
+    assert federation.in_sum() == [("committed", 4, 4)] * 2
+    assert all(federation.rounds_of(node) == [0, 1] for node in (100, 101, 102, NODE))  # paid once
+
+
+def test_an_open_round_whose_roster_is_gone_for_ever_is_burnt_and_the_run_goes_on(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=3 federation.join_timeout_s=4")
+    killed: list[int] = []
+
+    def after(stage: str, node: int, reply: Any) -> Any:
+        if stage == Stage.TRAIN and federation.rounds() and not killed:
+            killed.append(node)
+            raise Killed
+        return reply
+
+    federation.transport.after = after
+    with pytest.raises(Killed):
+        federation.start()
+    federation.leave(102, NODE)
+    newcomer(federation, 201)
+    federation.resume()
+    assert [(o, r) for o, _, r in federation.in_sum()] == [("committed", 4), ("burnt", 4), ("committed", 3)]
+    assert "left for good" in federation.rounds()[1]["cause"]
+
+
+@pytest.mark.parametrize("stage", [Stage.OPEN, Stage.SHARE, Stage.TRAIN])
+def test_a_stop_in_the_middle_of_a_round_loses_nothing(tmp_path: Path, stage: str) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2")
+    asked: list[bool] = []
+    federation.transport.after = lambda s, n, r: (asked.append(s == stage and bool(federation.rounds())), r)[1]
+    with pytest.raises(RunStopped, match="asked to stop"):
+        federation.start(stop_asked=lambda: any(asked))
+    assert federation.in_sum() == [("committed", 4, 4)]
+    federation.transport.after = lambda s, n, r: r
+    federation.resume()
+    assert federation.in_sum() == [("committed", 4, 4)] * 2
+    assert federation.ledger_rounds() == [2] * 4
+
+
+def test_a_stop_after_the_question_waits_for_the_end_of_the_round(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=3")
+    with pytest.raises(RunStopped):
+        federation.start(stop_asked=lambda: any(name == "asked" for name, _ in federation.events))
+    assert federation.in_sum() == [("committed", 4, 4)]
