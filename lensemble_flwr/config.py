@@ -274,7 +274,8 @@ class InnerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of encoder, predictor, adapter; see :mod:`lensemble_flwr.model`."""
+    """Sizes of encoder, predictor, adapter; see :mod:`lensemble_flwr.model`. ``proprio``: whether the local action head
+    reads the recording's state, too."""
 
     name: str
     image_size: int
@@ -289,6 +290,10 @@ class ModelConfig:
     predictor_depth: int
     action_embed_dim: int
     adapter_rank: int
+    proprio: str
+
+    def __post_init__(self) -> None:
+        _one_of("model.proprio", self.proprio, ("none", "local"))
 
 
 @dataclass(frozen=True)
