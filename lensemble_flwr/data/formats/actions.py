@@ -1,4 +1,4 @@
-"""Raw actions of a recording -> what the model gets: numbers in [-1, 1], or one-hot choices; and their ActionSpec."""
+"""The ActionSpec of a recording, from its own metadata or from what its user says instead."""
 
 from __future__ import annotations
 
@@ -7,96 +7,61 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data.episodes import MAX_ACTION_DIM, ActionSpec
-from lensemble_flwr.data.formats.reader import ActionColumn, Reader
+from lensemble_flwr.data.actions import ActionSpec
+from lensemble_flwr.data.formats.reader import Reader
 from lensemble_flwr.data.formats.spec import RecordingSpec
 from lensemble_flwr.errors import DataError
 
-_SLACK = 1e-4
-"""How far outside its bounds, as a share of their distance, an action may lie by rounding."""
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ActionScale:
-    """How raw actions are scaled.
+    """Attributes: ``recorded`` is the spec of one recorded action, ``spec`` that of a step after frameskip."""
 
-    Attributes:
-        spec: of the steps after frameskip. column: of the files; for vectors with bounds.
-    """
-
+    recorded: ActionSpec
     spec: ActionSpec
-    column: ActionColumn
+    first: tuple[int, ...]
 
-    def encode(self, raw: NDArray, frameskip: int) -> NDArray[np.float32]:
-        """[T frameskip, a] raw actions -> float32 [T, width], those of a step side by side.
+    def encode(self, raw: NDArray) -> NDArray[np.float32]:
+        """[T frameskip, raw width] recorded actions -> float32 [T, width], those of a step side by side, oldest first.
 
         Raises:
             DataError: another number of entries than the other episodes have, or a value out of bounds.
         """
-        if self.column.kind == "continuous":
-            values = self._scaled(raw)
-        else:
-            values = self._one_hot(raw)
-        return np.ascontiguousarray(values.reshape(len(values) // frameskip, -1), np.float32)
-
-    def _scaled(self, raw: NDArray) -> NDArray[np.float32]:
-        low, high = self.column.low, self.column.high
-        assert low is not None and high is not None
-        if raw.shape[1] != len(low):
+        if raw.ndim != 2 or raw.shape[1] != self.recorded.raw_width:
             raise DataError(
-                f"actions have {raw.shape[1]} entries, other episodes {len(low)}.",
+                f"actions have {raw.shape[1]} entries, other episodes {self.recorded.raw_width}.",
                 "Each body needs its own recordings: split the data set.",
             )
-        span = high - low
-        slack = _SLACK * np.where(span > 0, span, 1)
-        values = raw.astype(np.float64)
-        outside = (values < low - slack) | (values > high + slack)
-        if outside.any():
-            step, entry = (int(n) for n in np.argwhere(outside)[0])
-            raise DataError(
-                f"action entry {entry} is {values[step, entry]:.6g} at step {step}, its bounds are "
-                f"{low[entry]:.6g} and {high[entry]:.6g}.",
-                "Give wider action_low and action_high, or action_bounds: data.",
-            )
-        centred = np.where(span > 0, 2 * (values - low) / np.where(span > 0, span, 1) - 1, 0)
-        return np.clip(centred, -1, 1).astype(np.float32)
-
-    def _one_hot(self, raw: NDArray) -> NDArray[np.float32]:
-        sizes, first = self.column.sizes, self.column.first
-        if raw.shape[1] != len(sizes):
-            text = f"an action makes {raw.shape[1]} choices, the metadata says {len(sizes)}."
-            raise DataError(text, "Correct the metadata, or split the data set.")
-        parts = []
-        for entry, (size, start) in enumerate(zip(sizes, first, strict=True)):
-            chosen = raw[:, entry].astype(np.int64) - start
-            if (chosen + start != raw[:, entry]).any() or chosen.min() < 0 or chosen.max() >= size:
-                text = f"action entry {entry} is not one of the {size} choices from {start} on."
-                raise DataError(text, "Correct the metadata or the recording.")
-            parts.append(np.eye(size, dtype=np.float32)[chosen])
-        return np.concatenate(parts, axis=1)
+        try:
+            rows = self.recorded.encode(raw - np.asarray(self.first) if self.first else raw)
+        except DataError as error:
+            remedy = "Give wider action_low and action_high, or action_bounds: data; or correct the recording."
+            raise DataError(error.message, remedy) from error
+        return np.ascontiguousarray(rows.reshape(-1, self.spec.width))
 
 
 def action_scale(reader: Reader, spec: RecordingSpec) -> ActionScale:
     """From the metadata, or what the user said instead.
 
     Raises:
-        DataError: no bounds anywhere, bounds of another length, or too many entries after frameskip.
+        DataError: bounds of another length, or too many entries after frameskip.
     """
-    column = reader.action
-    if column.kind != "continuous":
-        width = sum(column.sizes) * spec.frameskip
-        _check_width(width, spec)
-        return ActionScale(_choices(column, spec), column)
-    low, high = _bounds(reader, spec)
-    _check_width(len(low) * spec.frameskip, spec)
-    bounded = ActionColumn(low=low, high=high, names=column.names)
-    return ActionScale(ActionSpec("continuous", len(low) * spec.frameskip), bounded)
-
-
-def _choices(column: ActionColumn, spec: RecordingSpec) -> ActionSpec:
-    if column.kind == "discrete" and spec.frameskip == 1:
-        return ActionSpec("discrete", column.sizes[0])
-    raise DataError("several choices at once are not supported yet.", "Use frameskip 1 and one choice.")
+    column, k = reader.action, spec.frameskip
+    rates = [None, None] if reader.fps is None else [reader.fps, reader.fps / k]
+    if column.kind == "continuous":
+        low, high = _bounds(reader, spec)
+        names = column.names if column.names and len(column.names) == len(low) else ()
+        later = [n if i == 0 else f"{n}+{i}" for i in range(k) for n in names]
+        recorded = ActionSpec.continuous(low, high, names, rates[0], spec.relative)
+        skipped = ActionSpec.continuous(np.tile(low, k), np.tile(high, k), later, rates[1], spec.relative)
+        return ActionScale(recorded, skipped, ())
+    sizes = column.sizes
+    if column.kind == "discrete":
+        recorded = ActionSpec.discrete(sizes[0], rate_hz=rates[0])
+    else:
+        recorded = ActionSpec.multi_discrete(sizes, rate_hz=rates[0])
+    skipped = recorded if k == 1 else ActionSpec.multi_discrete(sizes * k, rate_hz=rates[1])
+    return ActionScale(recorded, skipped, column.first if any(column.first) else ())
 
 
 def _bounds(reader: Reader, spec: RecordingSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -145,14 +110,6 @@ def _found(reader: Reader) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     if low is None or high is None:
         raise DataError("no episode's actions can be read.", "Run: lensemble data inspect.")
     return low, high
-
-
-def _check_width(width: int, spec: RecordingSpec) -> None:
-    if not 1 <= width <= MAX_ACTION_DIM:
-        raise DataError(
-            f"an action has {width} entries at frameskip={spec.frameskip}, at most {MAX_ACTION_DIM} are used.",
-            "Use a smaller frameskip.",
-        )
 
 
 def clean_name(name: str, otherwise: str) -> str:

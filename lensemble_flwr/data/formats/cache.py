@@ -21,7 +21,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,9 @@ class FrameCache:
 
     def whole(self) -> NDArray[np.uint8] | None:
         """All pictures end to end [N, S, S, 3], mapped, if every episode is kept."""
-        complete = self.episodes == len(self._offsets) - 1 and all(self.get(i) is not None for i in range(self.episodes))
+        complete = self.episodes == len(self._offsets) - 1 and all(
+            self.get(i) is not None for i in range(self.episodes)
+        )
         return self._map if complete else None
 
     @property

@@ -99,5 +99,7 @@ def stamps(files: Iterable[Path], root: Path) -> str:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.", "Restore the file.") from error
         name = os.path.relpath(path, root)
-        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}\0".encode(errors="surrogateescape"))
+        digest.update(
+            f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}\0".encode(errors="surrogateescape")
+        )
     return digest.hexdigest()

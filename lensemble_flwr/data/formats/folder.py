@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data.episodes import MAX_ACTION_DIM
+from lensemble_flwr.data.actions import MAX_ACTION_DIM
 from lensemble_flwr.data.formats.files import inside, ordinary, read_json, walk
 from lensemble_flwr.data.formats.pictures import check_picture
 from lensemble_flwr.data.formats.reader import (
@@ -150,7 +150,9 @@ class PlainFolder:
         return _Archive(ordinary(entry, self.path, self._links))
 
     def _npz_columns(self, entry: Path) -> tuple[list[str], list[str], list[str]]:
-        colour, others, columns = [], [], []
+        colour: list[str] = []
+        others: list[str] = []
+        columns: list[str] = []
         with self._archive(entry) as archive:
             for name in archive.names:
                 shape, dtype, _ = archive.header(name)
@@ -188,7 +190,9 @@ class PlainFolder:
         for suffix in DEMUXERS:
             if entry.with_suffix(suffix).exists():
                 found.append("video")
-            found += [p.name[len(entry.stem) + 1 : -len(suffix)] for p in entry.parent.glob(f"{_plain(entry)}.*{suffix}")]
+            found += [
+                p.name[len(entry.stem) + 1 : -len(suffix)] for p in entry.parent.glob(f"{_plain(entry)}.*{suffix}")
+            ]
         if not found:
             raise DataError(f"{entry.name} has no video beside it.", f"Put {entry.stem}.mp4 into the folder.")
         return sorted(set(found))

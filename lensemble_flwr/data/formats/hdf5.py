@@ -34,7 +34,7 @@ _BROKEN = "The file is damaged or was not closed: write or download it again."
 
 
 def layout(path: Path) -> str:
-    """"robomimic" or "minari" (DataError if the file is neither)."""
+    """ "robomimic" or "minari" (DataError if the file is neither)."""
     file = open_file(path)
     try:
         with _reading(path):
@@ -77,7 +77,8 @@ class _Hdf5:
             raise DataError(f"{path.name} has no episodes.", "Record at least one episode.")
         with _reading(path):
             there = self._observations(self._names[0])
-            colour, others = [], []
+            colour: list[str] = []
+            others: list[str] = []
             for name in there:
                 data = self._observation(self._names[0], name)
                 if data.ndim in (3, 4):
@@ -191,11 +192,12 @@ class _Hdf5:
             data = self._observation(name, self.camera)
             last = self._last(name, self.camera)
             for row in rows:
-                inside = int(row) < data.shape[0]
-                if not inside and last is None:
+                if row < data.shape[0]:
+                    yield _hwc(np.asarray(data[int(row)]))
+                elif last is not None:
+                    yield _hwc(np.asarray(last[-1]))
+                else:
                     raise DataError(f"{self.camera} has {data.shape[0]} pictures.", _BROKEN)
-                picture = np.asarray(data[int(row)] if inside else last[-1])
-                yield _hwc(picture)
 
     def files(self) -> Iterator[Path]:
         yield self._real

@@ -89,7 +89,8 @@ class LeRobot:
             raise DataError("meta/info.json names no features.", _BROKEN)
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000:
             raise DataError(f"meta/info.json says fps={fps!r}.", "Correct it: a positive number.")
-        self.fps = float(fps)
+        self.fps: float | None = float(fps)
+        self._rate = float(fps)
         robot = info.get("robot_type")
         self.body = str(robot) if robot else "lerobot"
         pictures = {k: f for k, f in features.items() if f.get("dtype") in ("video", "image")}
@@ -203,17 +204,18 @@ class LeRobot:
 
     def _check_video(self, index: int, length: int) -> None:
         video = self._videos.get(self._video_path(index))
-        if abs(video.fps / self.fps - 1) > 0.01:
+        if abs(video.fps / self._rate - 1) > 0.01:
             raise DataError(
-                f"{video.path.name} runs at {video.fps:.4g} fps, meta/info.json says {self.fps:.4g}.",
+                f"{video.path.name} runs at {video.fps:.4g} fps, meta/info.json says {self._rate:.4g}.",
                 "Correct fps in meta/info.json, or encode the video again.",
             )
         second = float(self._table.second[index])
         if not math.isfinite(second) or second < 0:
             raise DataError(f"the video starts at {second} s, says the metadata.", _BROKEN)
-        if video.count and round(second * self.fps) + length > video.count:
+        if video.count and round(second * self._rate) + length > video.count:
             raise DataError(
-                f"{video.path.name} has {video.count} pictures, {round(second * self.fps) + length} are needed.", _BROKEN
+                f"{video.path.name} has {video.count} pictures, {round(second * self._rate) + length} are needed.",
+                _BROKEN,
             )
 
     def _video_path(self, index: int) -> Path:
@@ -222,8 +224,8 @@ class LeRobot:
     def frames(self, index: int, rows: NDArray[np.int64]) -> Iterator[NDArray]:
         if self._in_video:
             video = self._videos.get(self._video_path(index))
-            times = float(self._table.second[index]) + np.asarray(rows, np.float64) / self.fps
-            yield from video.at(times, 0.5 / self.fps)
+            times = float(self._table.second[index]) + np.asarray(rows, np.float64) / self._rate
+            yield from video.at(times, 0.5 / self._rate)
             return
         wanted = set(int(r) for r in rows)
         last = max(wanted, default=-1)

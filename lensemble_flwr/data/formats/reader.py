@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data.episodes import MAX_ACTION_DIM, MAX_STEPS
+from lensemble_flwr.data.actions import MAX_ACTION_DIM
+from lensemble_flwr.data.episodes import MAX_STEPS
 from lensemble_flwr.errors import ConfigError, DataError
 
 ActionKind = Literal["continuous", "discrete", "multi_discrete"]

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lensemble_flwr.data.actions import ActionSpec
 from lensemble_flwr.data.episodes import (
     MAX_STEPS,
-    ActionSpec,
     Episode,
     check_index,
     episode_hash,
@@ -123,7 +123,9 @@ class Recordings:
             raw = self._reader.load(number)
             actions = self._actions(raw)
             frames = self._pictures(number, index, len(actions))
-            states = None if raw.states is None else raw.states[: len(frames) * self.spec.frameskip : self.spec.frameskip]
+            states = (
+                None if raw.states is None else raw.states[: len(frames) * self.spec.frameskip : self.spec.frameskip]
+            )
             return Episode(frames, actions, states, self._body, {"recording": self._reader.label(number)[:200]})
 
     # ------------------------------------------------------------------ windows
@@ -174,7 +176,7 @@ class Recordings:
         if cache.episodes < len(self):
             size = int(self.lengths.sum()) * self.spec.image_size**2 * 3 / 1e9
             raise ArtifactError(
-                f"the decoded pictures take {size:.1f} GB, more than cache_gb={self.spec.cache_gb:g} or the disk allows.",
+                f"the decoded pictures take {size:.1f} GB, more than cache_gb={self.spec.cache_gb:g} or the disk has.",
                 "Raise cache_gb, free space, or use a larger frameskip or a smaller image_size.",
             )
         lengths, actions = self.lengths, np.zeros((int(self.lengths.sum()), self.action_spec.dim), np.float32)
@@ -232,7 +234,7 @@ class Recordings:
             log(f"skipped {bad}")
         if not len(self._kept):
             raise DataError(
-                f"none of the {len(self._reader)} episodes in {self._reader.path} can be used; the first: {self.bad[0]}",
+                f"none of {len(self._reader)} episodes in {self._reader.path} can be used; the first: {self.bad[0]}",
                 self.bad[0].remedy,
             )
 
@@ -262,7 +264,7 @@ class Recordings:
         check_length(len(raw.actions), raw.pictures)
         k = self.spec.frameskip
         steps = self._steps(min(len(raw.actions), raw.pictures - 1))
-        return self._scale.encode(raw.actions[: steps * k], k)
+        return self._scale.encode(raw.actions[: steps * k])
 
     def _pictures(self, number: int, index: int, steps: int) -> NDArray[np.uint8]:
         cache = self._frame_cache()

@@ -121,7 +121,7 @@ class RecordingSpec:
         for key in values:
             if key not in known:
                 raise ConfigError(f"recordings: {key!r} is unknown.", f"Known are {', '.join(known)}.")
-        plain = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in values.items()}
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in values.items()}
         for key in ("action_low", "action_high"):
             bound = plain.get(key)
             if isinstance(bound, int | float) and not isinstance(bound, bool):

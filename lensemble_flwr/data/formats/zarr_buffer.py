@@ -58,7 +58,9 @@ class Array:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{name} is no zarr array: {error}.", _BROKEN) from error
         if not good or order != "C" or meta.get("filters"):
-            raise DataError(f"{name} is stored in a way that is not read here.", "Store it as zarr v2, C order, no filters.")
+            raise DataError(
+                f"{name} is stored in a way that is not read here.", "Store it as zarr v2, C order, no filters."
+            )
         if self.dtype is None or self.dtype.hasobject or self.dtype.kind not in "fiub":
             raise DataError(f"{name} holds {meta['dtype']}, not numbers.", "Store plain numbers.")
         self._chunk_bytes = math.prod(self.chunks) * self.dtype.itemsize
@@ -164,7 +166,8 @@ def _zstd_size(raw: bytes) -> int:
 class ReplayBuffer:
     """See :class:`lensemble_flwr.data.formats.reader.Reader`."""
 
-    format, body, fps = "zarr", "zarr", None
+    format, body = "zarr", "zarr"
+    fps: float | None = None
 
     def __init__(self, path: Path, spec: RecordingSpec) -> None:
         self.path, self._links = path, spec.follow_links
