@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -20,7 +21,7 @@ import shutil
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.durable import atomic_write, file_errors, same_file, sync, write_all
+from lensemble_flwr.errors import ContractViolation
 
 _MARK = b"LFC1"
 _CHANNELS = 3
+_CHUNK = 64  # pictures written at once
 _KEEP_FREE = 1 << 30
 """Bytes of its disk that a cache never takes."""
 
@@ -95,17 +98,33 @@ class FrameCache:
             self._good[index] = True
         return frames
 
-    def put(self, index: int, frames: NDArray[np.uint8]) -> None:
-        """Keep the pictures of an episode. A crash in between leaves it unmarked; a full disk leaves it out."""
+    def put(self, index: int, pictures: Iterator[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
+        """Keep the pictures of an episode as they come, a few in memory at a time, and return them as :meth:`get`.
+
+        A crash in between leaves the episode unmarked. A full disk ends the cache at this episode and returns None:
+        decoding goes on without it.
+
+        Raises:
+            ContractViolation: another number of pictures than was said.
+        """
         if index >= self.episodes:
-            return
-        raw = np.ascontiguousarray(frames).data.cast("B")
+            return None
+        start, stop = (int(n) * self._side * self._side * _CHANNELS for n in self._offsets[index : index + 2])
+        crc = 0
         try:
-            write_all(self._frames, raw, int(self._offsets[index]) * self._side * self._side * _CHANNELS)  # type: ignore[arg-type]
+            while chunk := list(itertools.islice(pictures, _CHUNK)):
+                raw = np.stack(chunk).tobytes()
+                if start + len(raw) > stop:
+                    raise ContractViolation("an episode has more pictures than its cache has room for.")
+                write_all(self._frames, raw, start)
+                crc, start = zlib.crc32(raw, crc), start + len(raw)
+            if start != stop:
+                raise ContractViolation("an episode has fewer pictures than its cache has room for.")
             sync(self._frames)
-            write_all(self._done, _MARK + zlib.crc32(raw).to_bytes(4, "little"), 8 * index)
+            write_all(self._done, _MARK + crc.to_bytes(4, "little"), 8 * index)
         except OSError:
-            self.episodes = min(self.episodes, index)  # decoding goes on without the cache
+            self.episodes = index
+        return self.get(index)
 
     def whole(self) -> NDArray[np.uint8] | None:
         """All pictures end to end [N, S, S, 3], mapped, if every episode is kept."""

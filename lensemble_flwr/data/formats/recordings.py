@@ -97,6 +97,11 @@ class Recordings:
         return self._scale.spec
 
     @property
+    def recorded_action(self) -> ActionSpec:
+        """One action as it was recorded, before frameskip."""
+        return self._scale.recorded
+
+    @property
     def fingerprint(self) -> str:
         """Digest of the content; decodes everything once. ``stamps`` is the cheap one."""
         if self._fingerprint is None:
@@ -122,11 +127,7 @@ class Recordings:
             number = int(self._kept[index])
             raw = self._reader.load(number)
             actions = self._actions(raw)
-            frames = self._pictures(number, index, len(actions))
-            states = (
-                None if raw.states is None else raw.states[: len(frames) * self.spec.frameskip : self.spec.frameskip]
-            )
-            return Episode(frames, actions, states, self._body, {"recording": self._reader.label(number)[:200]})
+            return self._episode(number, raw, self._pictures(number, index, len(actions)), actions)
 
     # ------------------------------------------------------------------ windows
 
@@ -193,27 +194,33 @@ class Recordings:
 
     # ------------------------------------------------------------------ bad episodes
 
-    def survey(self, pictures: bool = True) -> Iterator[tuple[int, BadEpisode | None]]:
-        """Read every episode once: (number in the files, what is wrong with it or None).
-
-        Args:
-            pictures: decode them too; without, only the small columns and the files' sizes are checked.
-        """
-        for number in range(len(self._reader)):
-            yield number, self.examine(number, pictures)
-
-    def examine(self, number: int, pictures: bool = True) -> BadEpisode | None:
-        """What is wrong with one episode of the files, or None."""
-        label = self._label(number)
+    def examine(self, number: int) -> Episode | BadEpisode:
+        """Read one episode of the files (numbered as they are there, skipped ones included), without the cache."""
         try:
             with self._lock:
-                actions = self._actions(self._reader.load(number))
-                if pictures:
-                    rows = np.arange(len(actions) + 1)
-                    frames = self._decode(number, rows)
-                    Episode(frames, actions, None, self._body, {})
+                raw = self._reader.load(number)
+                actions = self._actions(raw)
+                frames = self._decode(number, np.arange(len(actions) + 1))
+                return self._episode(number, raw, frames, actions)
         except DataError as error:
-            return BadEpisode(label, error.message, error.remediation)
+            return BadEpisode(self._label(number), error.message, error.remediation)
+
+    def raw_actions(self, number: int) -> NDArray | None:
+        """The recorded actions [N, a] of an episode of the files, or None if they cannot be read."""
+        try:
+            with self._lock:
+                return self._reader.load(number).actions
+        except DataError:
+            return None
+
+    def check_length(self, number: int) -> BadEpisode | None:
+        """What is wrong with the length that the metadata states, or None. Reads nothing else."""
+        try:
+            self._length(number)
+        except DataError as error:
+            return BadEpisode(
+                self._label(number), error.message.removeprefix(f"{self._label(number)}: "), error.remediation
+            )
         return None
 
     def _skip(self, log: Callable[[str], None], progress: Callable[[int, int], None] | None) -> None:
@@ -221,8 +228,9 @@ class Recordings:
         notes = read_notes(self._folder, key)
         if not _are_notes(notes, len(self._reader)):
             notes = []
-            for number, bad in self.survey():
-                if bad is not None:
+            for number in range(len(self._reader)):
+                bad = self.examine(number)
+                if isinstance(bad, BadEpisode):
                     notes.append([number, bad.label, bad.problem, bad.remedy])
                 if progress:
                     progress(number + 1, len(self._reader))
@@ -230,8 +238,8 @@ class Recordings:
         self.bad = tuple(BadEpisode(*note[1:]) for note in notes)
         gone = {note[0] for note in notes}
         self._kept = np.array([n for n in range(len(self._reader)) if n not in gone], np.int64)
-        for bad in self.bad:
-            log(f"skipped {bad}")
+        for skipped in self.bad:
+            log(f"skipped {skipped}")
         if not len(self._kept):
             raise DataError(
                 f"none of {len(self._reader)} episodes in {self._reader.path} can be used; the first: {self.bad[0]}",
@@ -241,12 +249,10 @@ class Recordings:
     # ------------------------------------------------------------------ inside
 
     def _length(self, number: int) -> int:
-        try:
+        with self._naming(number):
             actions, pictures = self._reader.size(number)
             check_length(actions, pictures)
             return self._steps(min(actions, pictures - 1)) + 1
-        except DataError as error:
-            raise self._named(number, error) from error
 
     def _steps(self, recorded: int) -> int:
         """Steps after frameskip of an episode with so many recorded transitions."""
@@ -268,26 +274,36 @@ class Recordings:
 
     def _pictures(self, number: int, index: int, steps: int) -> NDArray[np.uint8]:
         cache = self._frame_cache()
-        frames = cache.get(index) if cache is not None else None
-        if frames is not None:
-            return frames
-        frames = self._decode(number, np.arange(steps + 1))
+        rows = np.arange(steps + 1)
         if cache is not None:
-            if len(frames) != self.lengths[index]:
+            if len(rows) != self.lengths[index]:
                 raise DataError("the metadata states another length.", "Correct it, or use on_bad_episode: skip.")
-            cache.put(index, frames)
-        return frames
+            frames = cache.get(index)
+            if frames is None:
+                frames = cache.put(index, self._squares(number, rows))
+            if frames is not None:
+                return frames
+        return self._decode(number, rows)
 
     def _decode(self, number: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         side = self.spec.image_size
         frames = np.empty((len(rows), side, side, 3), np.uint8)
-        filled = 0
-        for picture in self._reader.frames(number, rows * self.spec.frameskip):
-            frames[filled] = square(picture, self.spec)
-            filled += 1
-        if filled != len(rows):
-            raise DataError(f"{filled} pictures where {len(rows)} are needed.", "The recording is cut.")
+        for at, picture in enumerate(self._squares(number, rows)):
+            frames[at] = picture
         return frames
+
+    def _squares(self, number: int, rows: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        count = 0
+        for picture in self._reader.frames(number, rows * self.spec.frameskip):
+            yield square(picture, self.spec)
+            count += 1
+        if count != len(rows):
+            raise DataError(f"{count} pictures where {len(rows)} are needed.", "The recording is cut.")
+
+    def _episode(self, number: int, raw: Raw, frames: NDArray[np.uint8], actions: NDArray[np.float32]) -> Episode:
+        k = self.spec.frameskip
+        states = None if raw.states is None else raw.states[: len(frames) * k : k]
+        return Episode(frames, actions, states, self._body, {"recording": self._label(number)[:200]})
 
     def _options(self) -> dict[str, object]:
         kept = self.spec.to_dict()
