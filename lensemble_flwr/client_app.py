@@ -23,6 +23,7 @@ from lensemble_flwr.federation.participant import Runtime, SiteParticipant
 from lensemble_flwr.federation.policy import simulated_policy
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_dataset import SiteDataset, check_dataset, load_dataset
 from lensemble_flwr.federation.supernode import trusted_authorities
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
@@ -43,8 +44,10 @@ def in_simulation() -> bool:
 
 
 @lru_cache(maxsize=4)
-def _task(overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None = None) -> Task:
-    return build_task(load_config(overrides), data_dir, allowed)
+def _task(
+    overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None, dataset: SiteDataset | None
+) -> Task:
+    return build_task(load_config(overrides), data_dir, allowed, dataset)
 
 
 class LateTask:
@@ -54,8 +57,14 @@ class LateTask:
     unmasking are answered without torch and without reading a data set.
     """
 
-    def __init__(self, overrides: tuple[str, ...], allowed: tuple[str, ...], data_dir: Path | None = None) -> None:
-        self._build = partial(_task, overrides, allowed, data_dir)
+    def __init__(
+        self,
+        overrides: tuple[str, ...],
+        allowed: tuple[str, ...],
+        data_dir: Path | None = None,
+        dataset: SiteDataset | None = None,
+    ) -> None:
+        self._build = partial(_task, overrides, allowed, data_dir, dataset)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._build(), name)
@@ -96,11 +105,14 @@ def _participant(context: Context) -> SiteParticipant:
     context.__dict__["lensemble_site_log"] = site.log  # for the egress mod: errors are logged at the site
     settings = None if simulation else site.settings
     allowed = site.policy.allowed_tasks  # as it is now: what a run may make this site import is the site's own rule
+    dataset = load_dataset(site.folder)  # a simulated site may have recordings of its own, too
+    check_dataset(config, dataset)
     if settings is not None:
         data_dir = settings.data_folder(site.folder)
-        task, partition = LateTask(config.overrides, allowed, data_dir), settings.participant
+        task, partition = LateTask(config.overrides, allowed, data_dir, dataset), settings.participant
     else:
-        task, partition = LateTask(config.overrides, allowed), int(context.node_config.get("partition-id", 0))
+        partition = int(context.node_config.get("partition-id", 0))
+        task = LateTask(config.overrides, allowed, None, dataset)
     authorities = None if simulation else partial(trusted_authorities, site.folder / "ca.crt")
     runtime = Runtime(simulation, authorities)
     return SiteParticipant(site, config, cast(Task, task), partition, ContextMemory(context), runtime)

@@ -289,7 +289,8 @@ class InnerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of encoder, predictor, adapter; see :mod:`lensemble_flwr.model`."""
+    """Sizes of encoder, predictor, adapter; see :mod:`lensemble_flwr.model`. ``proprio``: whether the local action head
+    reads the recording's state, too."""
 
     name: str
     image_size: int
@@ -304,6 +305,10 @@ class ModelConfig:
     predictor_depth: int
     action_embed_dim: int
     adapter_rank: int
+    proprio: str
+
+    def __post_init__(self) -> None:
+        _one_of("model.proprio", self.proprio, ("none", "local"))
 
     def __post_init__(self) -> None:
         for name in ("depth", "predictor_depth", "heads"):

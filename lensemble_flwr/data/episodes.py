@@ -200,8 +200,12 @@ def episode_hash(episode: Episode) -> bytes:
 
 
 def episode_hashes(source: EpisodeSource) -> list[bytes]:
-    """Hash of each episode of ``source``, in order: what the dataset root commits to."""
-    return [episode_hash(episode) for episode in iterate(source)]
+    """Hash of each episode of ``source``, in order: what the dataset root commits to.
+
+    A source that keeps its hashes says so by a method ``hashes()`` and is asked for them.
+    """
+    kept = getattr(source, "hashes", None)
+    return kept() if callable(kept) else [episode_hash(episode) for episode in iterate(source)]
 
 
 def fingerprint(hashes: Iterator[bytes] | Sequence[bytes]) -> str:

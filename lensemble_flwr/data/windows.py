@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data.episodes import Episode, EpisodeSource, episode_hash, iterate
+from lensemble_flwr.data.episodes import Episode, EpisodeSource, episode_hashes
 from lensemble_flwr.errors import ContractViolation, DataError
 
 Seed = int | Sequence[int]
@@ -53,7 +53,8 @@ def without(source: EpisodeSource, excluded: Collection[bytes]) -> tuple[list[Ep
         DataError: nothing is left.
     """
     unwanted = frozenset(excluded)
-    kept = [e for e in iterate(source) if not unwanted or episode_hash(e) not in unwanted]
+    hashes = episode_hashes(source) if unwanted else [b""] * len(source)
+    kept = [source.episode(i) for i, digest in enumerate(hashes) if digest not in unwanted]
     if not kept:
         raise DataError(
             f"source {source.name!r} has no episodes for training ({len(source)} are probe or evaluation episodes).",

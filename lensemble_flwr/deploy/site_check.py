@@ -22,6 +22,7 @@ from lensemble_flwr.federation.plan import make_plan, opened_charge, round_open
 from lensemble_flwr.federation.policy import Policy, run_budget
 from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_dataset import DATASET, check_dataset, load_dataset
 from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
@@ -236,8 +237,12 @@ def _tls(found: Findings, site: Site, settings: SiteSettings, online: bool) -> N
 
 def _data(found: Findings, folder: Path, settings: SiteSettings) -> None:
     data = settings.data_folder(folder)
-    if not data.is_dir() or not os.access(data, os.R_OK):
+    if not data.exists() or not os.access(data, os.R_OK):
         found.add(BAD, "data", f"{data} cannot be read")
+    elif (folder / DATASET).exists():
+        dataset = load_dataset(folder)
+        assert dataset is not None
+        found.add(OK, "data", f"recordings in {dataset.path}, read as {folder / DATASET} says")
     elif settings.data == SIMULATOR:
         found.add(OK, "data", f"simulated recordings of participant {settings.participant}, in {data}")
     else:
@@ -251,12 +256,15 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
         if violation.fields.get("rule") == "allowed_tasks":
             return  # nothing of it is imported here, so there is no more to say
     data_dir = settings.data_folder(site.folder) if settings is not None else None
-    task = build_task(config, data_dir, policy.allowed_tasks)
+    dataset = load_dataset(site.folder)
+    check_dataset(config, dataset)
+    task = build_task(config, data_dir, policy.allowed_tasks, dataset)
     n = config.federation.participants
     with found.about("data"):
         hashes = task.episode_hashes(settings.participant if settings is not None else 0)
         public = f"base hash {task.base_hash.hex()[:16]}, probe hash {task.probe_hash.hex()[:16]}"
         found.add(OK, "data", f"{len(hashes)} recordings for this run can be read, and its public files ({public})")
+        _excluded(found, task, settings.participant if settings is not None else 0, len(hashes))
     roster = site.roster
     usable = roster is not None and len(roster.members) >= n and not roster.strangers([site.identity])
     if roster is not None and not usable:
@@ -279,6 +287,16 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
     found.add(level, "run", f"the budgets allow {min(left, planned)} of its {planned} rounds")
     if all(level != BAD for level, _, _ in found.lines[before:]):
         found.add(OK, "run", "nothing here refuses it")
+
+
+def _excluded(found: Findings, task: Task, partition: int, count: int) -> None:
+    """Recordings that are public probe or evaluation episodes: named here, and told to nobody."""
+    left_out = task.excluded(partition) if hasattr(task, "excluded") else []
+    if not left_out:
+        return
+    names = ", ".join(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+    text = f"{len(left_out)} of {count} are public probe or evaluation episodes and not trained on: {names}"
+    found.add(WARNING, "data", text + ("" if len(left_out) < count else ". NOTHING is left to train on"))
 
 
 class _Numbers:

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lensemble_flwr.data.formats import RecordingSpec, open_recordings
 from lensemble_flwr.deploy.bundle import bundle_hash
 from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
@@ -16,7 +18,11 @@ from lensemble_flwr.deploy.site_roster import show_or_change
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_dataset import DATASET, check_dataset, load_dataset, save_dataset
 from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
+
+if TYPE_CHECKING:
+    from lensemble_flwr.data.formats.recordings import Recordings
 
 
 def site_command(argv: Sequence[str]) -> int:
@@ -42,9 +48,15 @@ def _init(options: argparse.Namespace) -> int:
     budgets = (options.max_epsilon_local, options.max_epsilon_central)
     # A central budget counts on the others' noise, and a coordinator could invent the others.
     wary = options.max_epsilon_local is None and not options.trust_coordinator
+    if options.non_private and budgets != (None, None):
+        raise ConfigError("--non-private contradicts a budget.", "An update without noise spends all: leave one out.")
+    wary = wary and not options.non_private
+    default = None if options.non_private else 8.0
     policy = Policy(
         max_epsilon_local=options.max_epsilon_local,
-        max_epsilon_central=8.0 if budgets == (None, None) else options.max_epsilon_central,
+        max_epsilon_central=default if budgets == (None, None) else options.max_epsilon_central,
+        unlimited=options.non_private,
+        allow_non_private=options.non_private,
         delta=options.delta,
         allow_two_party=options.allow_two_party,
         min_roster=2 if options.allow_two_party else 3,
@@ -53,11 +65,18 @@ def _init(options: argparse.Namespace) -> int:
         require_consistency=wary,
     )
     data = options.data if options.data == SIMULATOR else str(Path(options.data).expanduser().absolute())
+    recordings = _recordings(options, data)
     head = "" if options.ledger_head is None else str(options.ledger_head.expanduser().absolute())
     settings = SiteSettings(folder.name, data, options.participant, "", options.runtime_port, head)
     site = create_site(folder, settings, policy)
+    if recordings is not None:
+        save_dataset(folder, Path(data), recordings.spec)
     print(f"The site {settings.name} is in {folder}.")
-    print(f"Data:          participant {options.participant} of {data} (--participant; each site takes another)")
+    if recordings is not None:
+        print(f"Data:          {len(recordings)} recordings in {data}, body {recordings.embodiment},")
+        print(f"               actions: {recordings.action_spec.describe()}; {folder / DATASET} says how they are read")
+    else:
+        print(f"Data:          participant {options.participant} of {data} (--participant; each site takes another)")
     print(f"Identity:      {site.identity.hex()}")
     print(f"SuperNode key: {read_node_key(folder / 'supernode.key')}")
     print(f"1. Read and change its rules:   {folder / 'policy.yaml'}")
@@ -68,6 +87,21 @@ def _init(options: argparse.Namespace) -> int:
     print(f"4. Before each run:             lensemble site check {folder} [KEY=VALUE ...]")
     print(f"5. Start:                       {folder / 'supernode.sh'} (or {folder / 'lensemble-site.service'})")
     return EXIT_OK
+
+
+def _recordings(options: argparse.Namespace, data: str) -> Recordings | None:
+    """The recordings that ``--data`` names, opened once; None for generated ones.
+
+    Raises:
+        ConfigError, DataError: they cannot be read as asked.
+    """
+    given = {"format": options.format, "camera": options.camera, "body": options.body, "frameskip": options.frameskip}
+    asked = {key: value for key, value in given.items() if value is not None}
+    if data == SIMULATOR or next(Path(data).glob("lander-*"), None) is not None:
+        if asked:
+            raise ConfigError(f"--{next(iter(asked))} describes recordings, and --data names none.")
+        return None
+    return open_recordings(Path(data), RecordingSpec.from_dict(asked))
 
 
 def _connect(options: argparse.Namespace) -> int:
@@ -88,7 +122,9 @@ def _prepare(options: argparse.Namespace) -> int:
     settings = real_settings(site)
     os.environ["LENSEMBLE_HOME"] = str(site.folder / "home")
     allowed = site.policy.allowed_tasks  # overrides come from the coordinator as often as not
-    task = build_task(load_config(options.overrides), settings.data_folder(site.folder), allowed)
+    config, dataset = load_config(options.overrides), load_dataset(site.folder)
+    check_dataset(config, dataset)
+    task = build_task(config, settings.data_folder(site.folder), allowed, dataset)
 
     def tell(what: str, done: int, total: int) -> None:
         if done >= total or done * 4 // total != (done - 1) * 4 // total:
@@ -161,8 +197,12 @@ def _parser() -> argparse.ArgumentParser:
         "--data",
         default=SIMULATOR,
         metavar="PATH",
-        help="folder of the site's recordings; default: recordings by the built-in simulator",
+        help="the site's recordings (docs/own-data.md); default: recordings by the built-in simulator",
     )
+    init.add_argument("--format", metavar="NAME", help="of the recordings; default: found out")
+    init.add_argument("--camera", metavar="NAME", help="which camera; default: the only one")
+    init.add_argument("--body", metavar="NAME", help="name of the robot; default: what the recordings say")
+    init.add_argument("--frameskip", type=int, metavar="K", help="use every K-th picture (default: 1)")
     init.add_argument("--participant", type=int, default=0, metavar="N", help="which participant of the data set")
     init.add_argument("--max-epsilon-local", type=float, metavar="E", help="lifetime budget against anyone")
     init.add_argument(
@@ -176,6 +216,12 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-two-party",
         action="store_true",
         help="accept a federation of two: the peer then sees this site's noised update in every sum",
+    )
+    init.add_argument(
+        "--non-private",
+        action="store_true",
+        help="consent to updates without noise, without any budget: masks hide them from the coordinator, and the "
+        "models can tell about the recordings",
     )
     init.add_argument(
         "--runtime-port",

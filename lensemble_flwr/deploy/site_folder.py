@@ -48,8 +48,8 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
     folder = folder.absolute()
     if not _PLAIN.fullmatch(str(folder)):
         raise ConfigError(f"{str(folder)!r} has characters that Flower's --node-config cannot hold.", "Move it.")
-    if settings.data != SIMULATOR and not Path(settings.data).is_dir():
-        raise ConfigError(f"--data {settings.data} is no folder.", f"Name one, or {SIMULATOR!r}.")
+    if settings.data != SIMULATOR and not Path(settings.data).exists():
+        raise ConfigError(f"--data {settings.data} is not there.", f"Name recordings, or {SIMULATOR!r}.")
     head = Path(settings.ledger_head) if settings.ledger_head else None
     if head is not None and not head.parent.is_dir():
         raise ConfigError(f"There is no folder {head.parent} for the ledger's head.", "Make it, on another disk.")

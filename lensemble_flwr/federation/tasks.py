@@ -16,6 +16,7 @@ from typing import Any, cast
 from lensemble_flwr.config import BUILT_IN_TASKS, DOTTED_TASK, Config
 from lensemble_flwr.errors import ConfigError, LensembleError
 from lensemble_flwr.federation.policy import forbidden_task
+from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import Task
 
 ENTRY_POINTS = "lensemble.tasks"
@@ -24,7 +25,12 @@ _METHODS = (
 ).split()
 
 
-def build_task(config: Config, data_dir: Path | None = None, allowed: Collection[str] = ()) -> Task:
+def build_task(
+    config: Config,
+    data_dir: Path | None = None,
+    allowed: Collection[str] = (),
+    dataset: SiteDataset | None = None,
+) -> Task:
     """The task that a configuration names. Imports torch only for tasks that need it.
 
     Args:
@@ -32,6 +38,7 @@ def build_task(config: Config, data_dir: Path | None = None, allowed: Collection
         allowed: tasks besides the built-in ones that may be imported, by the name that ``task=`` gives them: at a site
             its policy's ``allowed_tasks``; ``own_choice(config)`` where the configuration was typed by whoever runs
             this process.
+        dataset: the site's own recordings, for ``data=recordings``.
 
     Raises:
         PolicyViolation: the task is not allowed; nothing was imported.
@@ -47,7 +54,7 @@ def build_task(config: Config, data_dir: Path | None = None, allowed: Collection
     if config.task == "world_model":
         from lensemble_flwr.federation.world_task import WorldTask
 
-        return WorldTask(config, data_dir)
+        return WorldTask(config, data_dir, dataset)
     return _own_task(config, data_dir)
 
 

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import EpisodeSource
 from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import Progress
 
 WORLDS: dict[str, str] = {
     "lander": "lensemble_flwr.federation.lander_world:LanderWorld",
+    "recordings": "lensemble_flwr.federation.recordings_world:RecordingsWorld",
 }
 """``data.name`` -> ``module:Class``, of this project only: a run cannot make anybody import anything else."""
 
@@ -112,8 +114,11 @@ class WorldData(Protocol):
         ...
 
 
-def build_world(config: Config, data_dir: Path | None) -> WorldData:
+def build_world(config: Config, data_dir: Path | None, dataset: SiteDataset | None = None) -> WorldData:
     """The world that ``data.name`` names.
+
+    Args:
+        data_dir: a real site's folder of data. dataset: its own recordings; only ``data=recordings`` takes them.
 
     Raises:
         ConfigError: no such world, or options that it refuses.
@@ -122,4 +127,5 @@ def build_world(config: Config, data_dir: Path | None) -> WorldData:
     if path is None:
         raise ConfigError(f"There is no data={config.data.name}.", f"Choose one of: {', '.join(sorted(WORLDS))}.")
     module, _, name = path.partition(":")
-    return cast(WorldData, getattr(importlib.import_module(module), name)(config, data_dir))
+    own = (dataset,) if config.data.name == "recordings" else ()
+    return cast(WorldData, getattr(importlib.import_module(module), name)(config, data_dir, *own))

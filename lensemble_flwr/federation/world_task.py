@@ -6,9 +6,11 @@ predictor; the latent frame is then federated, and participants align it before 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,11 +18,12 @@ import numpy as np
 import torch
 
 from lensemble_flwr.config import Config
-from lensemble_flwr.data.episodes import EpisodeSource, episode_hash, iterate
+from lensemble_flwr.data.episodes import Episode, EpisodeSource, episode_hashes, iterate
 from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
 from lensemble_flwr.data.windows import without
 from lensemble_flwr.durable import atomic_write
-from lensemble_flwr.errors import ArtifactError, ContractViolation
+from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
+from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.federation.world_data import HeldOut, build_world
 from lensemble_flwr.gauge.align import FrameSurface, align
@@ -31,11 +34,16 @@ from lensemble_flwr.model.heads import ActionHead, head_from_state
 from lensemble_flwr.model.inner import InnerState, inner_steps
 from lensemble_flwr.model.layout import ParameterLayout
 from lensemble_flwr.model.objective import Objective
+from lensemble_flwr.model.proprio import StateScale
 from lensemble_flwr.model.sigreg import sketch_hash
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, to_plain
-from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
+from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories, join
 from lensemble_flwr.model.warmstart import RECIPE, WarmStart, load_warm_start, save_warm_start, train_warm_start
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, frame_surface
+
+_RESERVED = "lensemble evaluation episodes 1"
+_PART = 4096  # frames that are encoded at a time
+_STILL = 1e-6
 
 
 class WorldTask:
@@ -43,11 +51,12 @@ class WorldTask:
 
     metrics: Mapping[str, MetricLabel] = {}
 
-    def __init__(self, config: Config, data_dir: Path | None = None) -> None:
-        """``data_dir``: where a real site's own recordings lie; simulated participants share the home folder's."""
+    def __init__(self, config: Config, data_dir: Path | None = None, dataset: SiteDataset | None = None) -> None:
+        """``data_dir``, ``dataset``: where a real site's own episodes lie; generated ones are in the home folder."""
         model, inner, objective = config.model, config.inner, config.objective
         self.config = config
-        self.world = build_world(config, data_dir)
+        self.world = build_world(config, data_dir, dataset)
+        self._cache_dir = None if dataset is None else dataset.cache
         self.model_spec = ModelSpec(
             image_size=model.image_size,
             patch=model.patch,
@@ -82,13 +91,14 @@ class WorldTask:
         self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
         self._frame_moves = config.federation.surface == "full"
         # A relative error lives in the model's own latent space: with a moving encoder only the state probe compares.
-        probed = self._frame_moves and self.world.state_targets is not None
-        self.headline = "state_probe_r2" if probed else "r5"
+        labelled = getattr(self.world, "labelled", self.world.state_targets is not None)
+        self.headline = "state_probe_r2" if self._frame_moves and labelled else "r5"
         self.rehearsal_metric = (
             "r5" if self.world.rehearsal_set == self.world.main_set else f"r5_{self.world.rehearsal_set}"
         )
         self._shares: dict[int, tuple[str, Trajectories | LatentTrajectories]] = {}
         self._encoded: dict[int, LatentTrajectories] = {}
+        self._scales: dict[str, StateScale | None] = {}
 
     # ------------------------------------------------------------------ public constants
 
@@ -106,6 +116,8 @@ class WorldTask:
             to_plain(self.warm_spec),
             self.config.warmstart.lambda_sig,
         ]
+        if self.config.model.proprio != "none":
+            parts.append(f"proprio {self.config.model.proprio}")
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
     def _cache(self, name: str) -> Path:
@@ -120,6 +132,16 @@ class WorldTask:
     def probe(self) -> Probe:
         """The public probe: landmark pictures."""
         return load_probe(self._cache(".probe"))
+
+    @cached_property
+    def _guard(self) -> Path:
+        parts = json.dumps([self._public_key, self.world.heldout_key()], sort_keys=True)
+        return home() / "warmstart" / f"{hashlib.sha256(parts.encode()).hexdigest()[:20]}.evaluation"
+
+    @cached_property
+    def reserved(self) -> frozenset[bytes]:
+        """Hashes of public probe and evaluation episodes: nobody may train on them."""
+        return self.probe.episode_hashes | load_reserved(self._guard)
 
     @cached_property
     def base_hash(self) -> bytes:
@@ -146,7 +168,10 @@ class WorldTask:
                 public = {body: self.world.public(body) for body in self.world.embodiments}
                 warm = train_warm_start(
                     self.model_spec,
-                    {body: (_head_spec(source), _trajectories(source)) for body, source in public.items()},
+                    {
+                        body: (self._head_spec(source), self._public_frames(body, source))
+                        for body, source in public.items()
+                    },
                     self.warm_spec,
                     ObjectiveSpec(lambda_sig=self.config.warmstart.lambda_sig),
                     progress=lambda done, total, figures: tell("training the public warm start", done, total),
@@ -156,9 +181,12 @@ class WorldTask:
             if not self._cache(".probe").is_file():
                 sources = [self.world.public(body) for body in self.world.embodiments]
                 save_probe(build_probe(sources, self.model_spec.latent_dim, self.config.seed), self._cache(".probe"))
+            if not self._guard.is_file():
+                held = [held.source for per_body in self._sets.values() for held in per_body.values()]
+                save_reserved(self._guard, [digest for source in held for digest in episode_hashes(source)])
 
     def public_files(self) -> tuple[Path, ...]:
-        return self._cache(".safetensors"), self._cache(".probe")
+        return self._cache(".safetensors"), self._cache(".probe"), self._guard
 
     def prepare_participant(self, partition: int, public: Path | None = None, progress: Progress | None = None) -> None:
         tell = progress or (lambda what, done, total: None)
@@ -173,8 +201,9 @@ class WorldTask:
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, (public / path.name).read_bytes(), mode=0o644)
-        load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)  # both are verified as they load
+        load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)  # all are verified as they load
         load_probe(self._cache(".probe"))
+        load_reserved(self._guard)
         return None
 
     # ------------------------------------------------------------------ participants
@@ -188,20 +217,120 @@ class WorldTask:
         return self.world.body(partition)
 
     def episode_hashes(self, partition: int) -> list[bytes]:
-        return [episode_hash(episode) for episode in iterate(self.recordings(partition))]
+        return episode_hashes(self.recordings(partition))
+
+    def excluded(self, partition: int) -> list[str]:
+        """Names of a participant's episodes that it does not train on, because they are public probe or evaluation
+        episodes. For its own operator: telling others would let them ask whether a site holds a recording."""
+        source = self.recordings(partition)
+        label = getattr(source, "label", "episode {}".format)
+        return [label(i) for i, digest in enumerate(episode_hashes(source)) if digest in self.reserved]
 
     def local_data(self, partition: int) -> Trajectories:
-        """A participant's episodes, without public probe episodes that may have slipped in."""
-        episodes, _ = without(self.recordings(partition), self.probe.episode_hashes)
-        return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
+        """A participant's episodes, without public probe and evaluation episodes that may have slipped in."""
+        episodes, _ = without(self.recordings(partition), self.reserved)
+        return self._frames(episodes, self._local_scale(episodes))
 
     def training_data(self, partition: int) -> Trajectories | LatentTrajectories:
         """What a participant trains on: its frames, or, when the encoder is frozen, their latents (encoded once)."""
         if self._frame_moves:
             return self.local_data(partition)
         if partition not in self._encoded:
-            self._encoded[partition] = encode_trajectories(self._model, self.local_data(partition))
+            self._encoded[partition] = self._own_latents(partition)
         return self._encoded[partition]
+
+    def _own_latents(self, partition: int) -> LatentTrajectories:
+        """A participant's latents; a real site keeps them, because every message is a new process."""
+        if self._cache_dir is None:
+            return encode_trajectories(self._model, self.local_data(partition))
+        source = self.recordings(partition)
+        parts = [self.base_hash, *sorted(self.reserved), *episode_hashes(source), self.config.model.proprio.encode()]
+        key, path = hashlib.sha256(b"".join(parts)).hexdigest(), self._cache_dir / "latents.safetensors"
+        if path.is_file():
+            with contextlib.suppress(ArtifactError, OSError):
+                kept = LatentTrajectories.from_bytes(path.read_bytes(), key)
+                if kept is not None:
+                    return kept
+        made = self._encoded_in_parts(source)
+        atomic_write(path, made.to_bytes(key))
+        return made
+
+    def _encoded_in_parts(self, source: EpisodeSource) -> LatentTrajectories:
+        """Encode a few episodes at a time, so that memory does not grow with the recordings."""
+        kept = [i for i, digest in enumerate(episode_hashes(source)) if digest not in self.reserved]
+        if not kept:
+            without(source, self.reserved)  # says what is wrong
+        parts: list[LatentTrajectories] = []
+        states: list[np.ndarray | None] = []
+        actions: list[np.ndarray] = []
+        waiting: list[Episode] = []
+        for index in kept:
+            waiting.append(source.episode(index))
+            if index != kept[-1] and sum(len(e) + 1 for e in waiting) < _PART:
+                continue
+            parts.append(encode_trajectories(self._model, self._frames(waiting, None)))
+            states += [e.states for e in waiting]
+            actions += [e.actions for e in waiting]
+            waiting = []
+        whole = join(parts)
+        scale = self._scale_of(states)
+        if scale is None:
+            return whole
+        rows = [scale.beside(a, s) for a, s in zip(actions, states, strict=True) if s is not None]
+        padded = np.concatenate([np.pad(r, ((0, 1), (0, 0))) for r in rows])
+        return dataclasses.replace(whole, actions=torch.from_numpy(padded))
+
+    # ------------------------------------------------------------------ what an action head reads
+
+    def _scale_of(self, states: Sequence[np.ndarray | None]) -> StateScale | None:
+        """How states are scaled beside actions; None where heads read actions alone."""
+        known = [s for s in states if s is not None]
+        if self.config.model.proprio == "none" or not known:
+            return None
+        if len(known) != len(states):
+            raise DataError("Some recordings have states and others do not.", "Give all of them states, or none.")
+        return StateScale.of(known)
+
+    def _local_scale(self, episodes: Sequence[Episode]) -> StateScale | None:
+        return self._scale_of([e.states for e in episodes])
+
+    def _public_scale(self, body: str) -> StateScale | None:
+        if self.config.model.proprio == "none":
+            return None
+        if body not in self._scales:
+            self._scales[body] = self._local_scale(list(iterate(self.world.public(body))))
+        return self._scales[body]
+
+    def _frames(self, episodes: Sequence[Episode], scale: StateScale | None) -> Trajectories:
+        actions = [
+            e.actions if scale is None or e.states is None else scale.beside(e.actions, e.states) for e in episodes
+        ]
+        return Trajectories.from_episodes([e.frames for e in episodes], actions)
+
+    def _public_frames(self, body: str, source: EpisodeSource) -> Trajectories:
+        """Public or held-out episodes of a body, with their state labels where all have them."""
+        episodes = list(iterate(source))
+        found = self._frames(episodes, self._public_scale(body))
+        states = [e.states for e in episodes if e.states is not None]
+        if len(states) != len(episodes):
+            return found
+        return dataclasses.replace(found, states=torch.from_numpy(np.concatenate(states).astype(np.float32)))
+
+    def _head_spec(self, source: EpisodeSource) -> HeadSpec:
+        """What the head of a source's body reads: its actions, and its states where they are an input."""
+        spec = source.action_spec
+        if self.config.model.proprio == "none":
+            return HeadSpec(spec.kind, spec.dim)
+        states = source.episode(0).states
+        return HeadSpec(spec.kind, spec.dim) if states is None else HeadSpec("mixed", spec.dim + states.shape[1])
+
+    def _head(self, body: str, spec: HeadSpec, *seed: object) -> ActionHead:
+        """The public head of a body; a fresh one for a body or an action space that the public start does not know."""
+        if self.warm.bodies.get(body) == spec:
+            return self.warm.head(body)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed("head", self.config.seed, *seed))
+            return ActionHead(spec, self.model_spec)
 
     def local_update(
         self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
@@ -232,7 +361,8 @@ class WorldTask:
     def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
         body, data = self._public_share(share)
         model = self.warm.build_model() if self._frame_moves else self._model
-        state = InnerState.start(self.warm.head(body), shuffle_seed=share)
+        head = self._head(body, self._head_spec(self.world.public(body)), "public", share)
+        state = InnerState.start(head, shuffle_seed=share)
         result = inner_steps(
             model,
             self._layout,
@@ -255,16 +385,16 @@ class WorldTask:
             source = self.world.public(body)
             first = share // len(bodies) * count
             episodes = [source.episode((first + i) % len(source)) for i in range(count)]
-            frames = Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
+            frames = self._frames(episodes, self._public_scale(body))
             data = frames if self._frame_moves else encode_trajectories(self._model, frames)
             self._shares[share] = (body, data)
         return self._shares[share]
 
     def _inner_state(self, partition: int, state: bytes | None) -> InnerState:
         if state is None:
-            digest = hashlib.sha256(f"shuffle/{self.config.seed}/{partition}".encode()).digest()
-            head = self.warm.head(self.body(partition))
-            return InnerState.start(head, shuffle_seed=int.from_bytes(digest[:7], "big"))
+            source = self.recordings(partition)
+            head = self._head(self.body(partition), self._head_spec(source), partition)
+            return InnerState.start(head, shuffle_seed=_seed("shuffle", self.config.seed, partition))
         kept = InnerState.from_bytes(state)
         return kept.without_moments() if self.config.inner.reset_optimizer else kept
 
@@ -334,6 +464,11 @@ class WorldTask:
             known = known[rows]
             fit, read = known & (rows % 2 == 0), rows % 2 == 1
             position = latents.states[:, list(targets.position)]
+            if not targets.position:  # all columns but those that stand still: of them nothing can be read
+                moves = (latents.states[fit].std(dim=0) > _STILL) & (latents.states[read].std(dim=0) > _STILL)
+                if not moves.any():
+                    continue
+                position = latents.states[:, moves]
             probe = fit_probe(latents.latents[fit], position[fit])
             for metric, these in (("state_probe_r2", read & known), (self.world.unseen_metric, read & ~known)):
                 if these.any():
@@ -357,7 +492,7 @@ class WorldTask:
     @cached_property
     def _frames_held_out(self) -> dict[str, dict[str, Trajectories]]:
         return {
-            name: {body: _trajectories(held.source) for body, held in per_body.items()}
+            name: {body: self._public_frames(body, held.source) for body, held in per_body.items()}
             for name, per_body in self._sets.items()
         }
 
@@ -400,12 +535,34 @@ class WorldTask:
         return Objective(self.objective_spec, anchor)
 
 
-def _trajectories(source: EpisodeSource) -> Trajectories:
-    episodes = list(iterate(source))
-    states = [e.states for e in episodes]
-    known = None if any(s is None for s in states) else [s for s in states if s is not None]
-    return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes], known)
+def _seed(*path: object) -> int:
+    """56 bits named by a path."""
+    digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
-def _head_spec(source: EpisodeSource) -> HeadSpec:
-    return HeadSpec(source.action_spec.kind, source.action_spec.dim)
+def save_reserved(path: Path, hashes: Iterable[bytes]) -> None:
+    """Write the hashes of public evaluation episodes, sorted."""
+    lines = sorted({digest.hex() for digest in hashes})
+    body = "\n".join(lines)
+    check = hashlib.sha256(body.encode()).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, f"{_RESERVED} {check}\n{body}\n".encode(), mode=0o644)
+
+
+def load_reserved(path: Path) -> frozenset[bytes]:
+    """Read :func:`save_reserved`.
+
+    Raises:
+        ArtifactError: missing, cut or altered.
+    """
+    try:
+        head, _, body = path.read_text(encoding="ascii").partition("\n")
+        if not body.endswith("\n") or head != f"{_RESERVED} {hashlib.sha256(body[:-1].encode()).hexdigest()}":
+            raise ValueError("altered")
+        return frozenset(bytes.fromhex(line) for line in body.split())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is no list of evaluation episodes, or it is damaged.",
+            "Get the public files again (lensemble coordinator public), or run the same command again.",
+        ) from error
