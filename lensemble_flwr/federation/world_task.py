@@ -99,9 +99,10 @@ class WorldTask:
             sketch_dim=objective.sketch_dim,
         )
         self.warm_spec = WarmStartSpec(steps=config.warmstart.steps, seed=config.seed)
-        self._layout = ParameterLayout.of(self.model_spec, config.federation.surface)
+        surface = config.federation.surface
+        self._frame_moves = surface in ("full", "function")
+        self._layout = ParameterLayout.of(self.model_spec, "full" if self._frame_moves else surface)
         self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
-        self._frame_moves = config.federation.surface == "full"
         # A relative error lives in the model's own latent space: with a moving encoder only the state probe compares.
         self.headline = "state_probe_r2" if self._frame_moves else "r5"
         self._shares: dict[int, tuple[str, Trajectories | LatentTrajectories]] = {}
@@ -266,7 +267,7 @@ class WorldTask:
             steps=steps,
             spec=self.inner_spec,
             objective=self._objective,
-            sketch_seed=sketch_seed,
+            sketch_seed=self._sketch(sketch_seed, partition),
             first_step=round_index * steps,
             landmarks=self._normalised_by,
         )
@@ -317,8 +318,14 @@ class WorldTask:
         kept = InnerState.from_bytes(state)
         return kept.without_moments() if self.config.inner.reset_optimizer else kept
 
+    def _sketch(self, sketch_seed: int, partition: int) -> bytes | int:
+        """Seed of the SIGReg directions: the round's, or, with the shared sketch switched off, one's own."""
+        return sketch_seed if self.config.gauge.shared_sketch else f"own/{sketch_seed}/{partition}".encode()
+
     def _aligned(self, model: WorldModel) -> tuple[np.ndarray, tuple[str, ...]]:
         """The trained full weights in the public frame (INV-ALIGN-BEFORE-RELEASE), and which moments to forget."""
+        if not self.config.gauge.align:
+            return self._layout.flatten(model), ()
         landmarks = self._landmarks
 
         def reencode(state) -> torch.Tensor:
