@@ -92,9 +92,9 @@ class FunctionTask(WorldTask):
         """Windows from the probe's episodes, which no participant trains on; spread over them."""
         count, held = self.config.gauge.windows, self.probe.episode_hashes
         frames, embedded = [], []
-        bodies = self.data.embodiments
+        bodies = self.world.embodiments
         for number, body in enumerate(bodies):
-            source, head = self.data.public(body), self.warm.head(body)
+            source, head = self.world.public(body), self.warm.head(body)
             episodes = [e for e in (source.episode(i) for i in range(len(source))) if episode_hash(e) in held]
             share = count // len(bodies) + (number < count % len(bodies))
             spots = [(e, t) for e in range(len(episodes)) for t in range(len(episodes[e].frames) - 2)]

@@ -23,8 +23,10 @@ from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError, ContractViolation
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.federation.world_data import HeldOut, build_world
-from lensemble_flwr.gauge.align import FrameSurface, align
+from lensemble_flwr.gauge.align import DRIFT_RIDGE, FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
+from lensemble_flwr.gauge.drift import frame_drift
+from lensemble_flwr.gauge.procrustes import procrustes_align
 from lensemble_flwr.home import cache_lock, home
 from lensemble_flwr.model.evaluate import evaluate, fit_probe, probe_rmse
 from lensemble_flwr.model.heads import ActionHead, head_from_state
@@ -318,9 +320,18 @@ class WorldTask:
             "latent_std_mean": scores.std_mean,
             "latent_std_min": scores.std_min,
             "action_sensitivity": scores.action_sensitivity,
+            "sigreg": scores.sigreg,
         }
+        if self._frame_moves:
+            metrics["frame_drift_deg"] = self._drift(model)
         metrics.update(self._state_metrics(model, main, sets[main]))
         return {name: float(value) for name, value in metrics.items()}
+
+    @torch.no_grad()
+    def _drift(self, model: WorldModel) -> float:
+        """Largest principal angle between this model's frame and the public start's, degrees."""
+        q, _ = procrustes_align(model.encode(self._landmarks), self._landmark_targets, tolerance=0.0, ridge=DRIFT_RIDGE)
+        return frame_drift(q).max_deg
 
     def _state_metrics(self, model: WorldModel, name: str, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
         """Means over bodies: R^2 of the position (fit on even held-out episodes, read on odd ones), and its error.

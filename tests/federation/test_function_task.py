@@ -62,7 +62,7 @@ def test_windows_come_from_the_probes_episodes_only() -> None:
     """Those are left out of participants' training, so nobody trains on what is asked."""
     task = make()
     held = task.probe.episode_hashes
-    sources = [task.data.public(body) for body in task.data.embodiments]
+    sources = [task.world.public(body) for body in task.world.embodiments]
     from lensemble_flwr.data.episodes import episode_hash
 
     pictures = {
