@@ -34,7 +34,7 @@ DOTTED_TASK = re.compile(rf"{_WORD}(\.{_WORD})*:{_WORD}")
 NAMED_TASK = re.compile(r"[a-z][a-z0-9_-]*")
 """A built-in task, or an entry point in the group ``lensemble.tasks``."""
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
-SURFACES = ("full", "predictor", "adapter")
+SURFACES = ("full", "predictor", "adapter", "function")
 LEAST_SAMPLE_RATE = 1e-6
 MOST_OVERRIDES = 2000
 """Characters of a run's overrides that a real site reads: reading more would cost it over a second, whatever its policy
@@ -240,11 +240,22 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class GaugeConfig:
-    """Latent frame: which anchor term, and the drift (degrees) over which a participant aligns."""
+    """Latent frame: which anchor term, and the drift (degrees) over which a participant aligns.
+
+    ``align`` and ``shared_sketch`` switch two layers off for ablations. The other keys are those of
+    ``federation.surface=function``: how many public windows are answered, how a student is taught the consensus, and
+    the widths of the participants' encoders in turn (none: all have ``model.width``).
+    """
 
     anchor: str
     drift_threshold_deg: float
     coordinator_alignment: bool
+    align: bool = True
+    shared_sketch: bool = True
+    windows: int = 128
+    distill_steps: int = 200
+    distill_lr: float = 1e-3
+    student_widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("gauge.anchor", self.anchor, ("landmark", "rotational", "none"))
@@ -258,6 +269,11 @@ class GaugeConfig:
             "individual updates (INV-ALIGN-BEFORE-RELEASE).",
             "Participants align before they clip; leave it at false.",
         )
+        _require(self.windows >= 1, f"gauge.windows must be at least 1, not {self.windows}.")
+        _require(self.distill_steps >= 1, f"gauge.distill_steps must be at least 1, not {self.distill_steps}.")
+        _positive("gauge.distill_lr", self.distill_lr)
+        for width in self.student_widths:
+            _require(width >= 1, f"gauge.student_widths holds {width}; a width must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -366,7 +382,7 @@ class WarmStartConfig:
     sha256: str | None
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, f"warmstart.steps must be at least 1, not {self.steps}.")
+        _require(self.steps >= 0, f"warmstart.steps must be at least 0 (untrained), not {self.steps}.")
         _require(
             math.isfinite(self.lambda_sig) and self.lambda_sig >= 0,
             f"warmstart.lambda_sig must be finite and >= 0, not {self.lambda_sig!r}.",
@@ -482,6 +498,12 @@ class Config:
                 _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")
         if self.task in BUILT_IN_TASKS:
             _require(not self.task_options, f"task={self.task} has no task_options.", "Use the keys of its groups.")
+        widths = self.gauge.student_widths
+        _require(
+            not widths or federation.surface == "function",
+            f"gauge.student_widths={list(widths)}: weights of encoders of different size cannot be averaged.",
+            "Use federation.surface=function, or leave it empty.",
+        )
         if self.task == "linear":
             _require(federation.surface == "full", "task=linear has one surface: federation.surface=full.")
 

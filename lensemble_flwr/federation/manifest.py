@@ -134,7 +134,8 @@ def new_manifest(
     """The manifest at the start of a run. ``revision``: of the code, as whoever submitted the run knows it."""
     numbers = {k: v for k, v in asdict(plan).items() if k not in ("ring", "guarantee")}
     ring = {"bits": plan.ring.bits, "scale_log2": plan.ring.scale_log2, "qmax": plan.ring.qmax}
-    frame_moves = config.federation.surface == "full" and config.task == "world_model"
+    frame_moves = config.federation.surface in ("full", "function") and config.task == "world_model"
+    frame = "federated, aligned by participants" if config.gauge.align else "federated, not aligned (ablation)"
     return RunManifest(
         schema_version=SCHEMA_VERSION,
         federation_id=federation_id.hex(),
@@ -152,7 +153,7 @@ def new_manifest(
         plan={**numbers, "guarantee": plan.guarantee.name.lower(), "ring": ring},
         base_hash=base_hash.hex(),
         probe_hash=probe_hash.hex(),
-        frame="federated, aligned by participants" if frame_moves else "fixed",
+        frame=frame if frame_moves else "fixed",
         secure_sum_is_only_input=True,
         runtime="simulation on one machine" if simulation else "deployment",
         dataset_roots=[],

@@ -52,6 +52,10 @@ def build_task(
 
         return LinearTask(config)
     if config.task == "world_model":
+        if config.federation.surface == "function":
+            from lensemble_flwr.federation.function_task import FunctionTask
+
+            return FunctionTask(config, data_dir)
         from lensemble_flwr.federation.world_task import WorldTask
 
         return WorldTask(config, data_dir, dataset)

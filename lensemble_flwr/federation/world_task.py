@@ -26,8 +26,10 @@ from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
 from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.federation.world_data import HeldOut, build_world
-from lensemble_flwr.gauge.align import FrameSurface, align
+from lensemble_flwr.gauge.align import DRIFT_RIDGE, FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
+from lensemble_flwr.gauge.drift import frame_drift
+from lensemble_flwr.gauge.procrustes import procrustes_align
 from lensemble_flwr.home import cache_lock, home
 from lensemble_flwr.model.evaluate import evaluate, fit_probe, probe_rmse
 from lensemble_flwr.model.heads import ActionHead, head_from_state
@@ -87,9 +89,10 @@ class WorldTask:
             sketch_dim=objective.sketch_dim,
         )
         self.warm_spec = WarmStartSpec(steps=config.warmstart.steps, seed=config.seed)
-        self._layout = ParameterLayout.of(self.model_spec, config.federation.surface)
+        surface = config.federation.surface
+        self._frame_moves = surface in ("full", "function")
+        self._layout = ParameterLayout.of(self.model_spec, "full" if self._frame_moves else surface)
         self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
-        self._frame_moves = config.federation.surface == "full"
         # A relative error lives in the model's own latent space: with a moving encoder only the state probe compares.
         labelled = getattr(self.world, "labelled", self.world.state_targets is not None)
         self.headline = "state_probe_r2" if self._frame_moves and labelled else "r5"
@@ -347,7 +350,7 @@ class WorldTask:
             steps=steps,
             spec=self.inner_spec,
             objective=self._objective,
-            sketch_seed=sketch_seed,
+            sketch_seed=self._sketch(sketch_seed, partition),
             first_step=round_index * steps,
             landmarks=self._normalised_by,
         )
@@ -398,8 +401,14 @@ class WorldTask:
         kept = InnerState.from_bytes(state)
         return kept.without_moments() if self.config.inner.reset_optimizer else kept
 
+    def _sketch(self, sketch_seed: int, partition: int) -> bytes | int:
+        """Seed of the SIGReg directions: the round's, or, with the shared sketch switched off, one's own."""
+        return sketch_seed if self.config.gauge.shared_sketch else f"own/{sketch_seed}/{partition}".encode()
+
     def _aligned(self, model: WorldModel) -> tuple[np.ndarray, tuple[str, ...]]:
         """The trained full weights in the public frame (INV-ALIGN-BEFORE-RELEASE), and which moments to forget."""
+        if not self.config.gauge.align:
+            return self._layout.flatten(model), ()
         landmarks = self._landmarks
 
         def reencode(state) -> torch.Tensor:
@@ -441,9 +450,18 @@ class WorldTask:
             "latent_std_mean": scores.std_mean,
             "latent_std_min": scores.std_min,
             "action_sensitivity": scores.action_sensitivity,
+            "sigreg": scores.sigreg,
         }
+        if self._frame_moves:
+            metrics["frame_drift_deg"] = self._drift(model)
         metrics.update(self._state_metrics(model, main, sets[main]))
         return {name: float(value) for name, value in metrics.items()}
+
+    @torch.no_grad()
+    def _drift(self, model: WorldModel) -> float:
+        """Largest principal angle between this model's frame and the public start's, degrees."""
+        q, _ = procrustes_align(model.encode(self._landmarks), self._landmark_targets, tolerance=0.0, ridge=DRIFT_RIDGE)
+        return frame_drift(q).max_deg
 
     def _state_metrics(self, model: WorldModel, name: str, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
         """Means over bodies: R^2 of the position (fit on even held-out episodes, read on odd ones), and its error.

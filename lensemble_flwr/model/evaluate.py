@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lensemble_flwr.errors import ContractViolation, DataError
 from lensemble_flwr.model.heads import ActionHead
+from lensemble_flwr.model.sigreg import sigreg
 from lensemble_flwr.model.trajectories import LatentTrajectories
 from lensemble_flwr.model.world_model import WorldModel
 
@@ -30,6 +31,7 @@ class Scores:
         std_min, std_mean: smallest and mean standard deviation of a latent coordinate.
         action_sensitivity: 1-step error with actions of other moments over that with the true ones; above 1 the
             model uses the actions.
+        sigreg: SIGReg of the latents in batches of :data:`SIGREG_BATCH` frames; about 1 for standard Gaussian ones.
     """
 
     r1: float
@@ -38,6 +40,11 @@ class Scores:
     std_min: float
     std_mean: float
     action_sensitivity: float
+    sigreg: float
+
+
+SIGREG_BATCH, _SIGREG_SEED = 256, b"held out"
+"""The statistic grows with the number of frames where latents are not Gaussian, so the number is fixed."""
 
 
 def _windows(latents: LatentTrajectories, length: int) -> tuple[Tensor, Tensor]:
@@ -100,6 +107,15 @@ def effective_rank(latents: Tensor) -> float:
     return float(torch.exp(-(share * share.log()).sum()))
 
 
+@torch.no_grad()
+def held_out_sigreg(latents: Tensor, directions: int = 64, seed: int = 0) -> float:
+    """Mean SIGReg statistic of (N, z) latents over shuffled batches of :data:`SIGREG_BATCH` rows (all, if fewer)."""
+    order = torch.randperm(len(latents), generator=torch.Generator().manual_seed(seed))
+    size = min(SIGREG_BATCH, len(latents))
+    parts = [latents[order[i : i + size]] for i in range(0, len(latents) - size + 1, size)]
+    return sum(float(sigreg(part, _SIGREG_SEED, i, directions)) for i, part in enumerate(parts)) / len(parts)
+
+
 def score(model: WorldModel, head: ActionHead, latents: LatentTrajectories) -> Scores:
     """All figures of one body on held-out episodes encoded by this model (CPU)."""
     std = latents.latents.double().std(dim=0)
@@ -110,6 +126,7 @@ def score(model: WorldModel, head: ActionHead, latents: LatentTrajectories) -> S
         std_min=float(std.min()),
         std_mean=float(std.mean()),
         action_sensitivity=action_sensitivity(model, head, latents),
+        sigreg=held_out_sigreg(latents.latents),
     )
 
 

@@ -255,7 +255,7 @@ class WarmStartSpec:
     """Public pre-training.
 
     Attributes:
-        steps: AdamW steps. 600 costs about half of 1200.
+        steps: AdamW steps. 600 costs about half of 1200; 0 leaves the weights as they were drawn.
         lr: peak of the one-cycle schedule.
         weight_decay: decoupled weight decay.
         segments: windows of a step, shared out evenly over the bodies.
@@ -275,7 +275,8 @@ class WarmStartSpec:
     pca_floor: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_positive_ints(self, "steps", "segments")
+        _check_positive_ints(self, "segments")
+        _require(_is_int(self.steps) and self.steps >= 0, f"WarmStartSpec.steps is {self.steps!r}.", "Use 0 or more.")
         _check_weights(self, "lr", "weight_decay", "grad_clip", "pca_floor")
         _require(
             _is_int(self.seed) and 0 <= self.seed < 2**63,

@@ -67,6 +67,16 @@ _KNOWN = (
     Metric("effective_rank", "effective rank of the latent", "effective rank", "dimensions", None, True),
     Metric("latent_std_mean", "mean latent std", "mean std", "latent units", None, True),
     Metric("latent_std_min", "smallest latent std", "smallest std", "latent units", None, True),
+    Metric("sigreg", "held-out SIGReg", "SIGReg", "1 for Gaussian latents", None, True),
+    Metric("frame_drift_deg", "frame drift from the public start", "frame drift", "degrees", None, True),
+    Metric(
+        "distillation_rms",
+        "student's distance from the federated function",
+        "distillation error",
+        "latent units",
+        True,
+        True,
+    ),
 )
 _BY_NAME = {m.name: m for m in _KNOWN}
 _ORDER = {m.name: i for i, m in enumerate(_KNOWN)}

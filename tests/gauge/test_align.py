@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lensemble_flwr.errors import ContractViolation, DegenerateProcrustes, FrameDriftExceeded
-from lensemble_flwr.gauge import FrameSurface, align, conjugate
+from lensemble_flwr.gauge import FrameSurface, align, conjugate, procrustes_align
 from tests.gauge.test_procrustes import random_orthogonal, rows
 
 
@@ -80,6 +82,57 @@ def test_a_rotated_participant_is_restored_to_1e5(reflect: bool) -> None:
     for name, value in model.state_dict().items():
         assert (found.state[name] - value).abs().max() < 1e-5, name
     assert set(found.reset) == {"frame.weight", "out.weight", "out.bias", "inp.weight", "B"}
+
+
+@pytest.mark.parametrize(
+    ("d", "reflect"),
+    [
+        *((d, reflect) for d in (32, 256) for reflect in (False, True)),
+        pytest.param(1024, True, marks=pytest.mark.slow),
+    ],
+)
+def test_rotations_are_absorbed_to_1e5_at_every_size(d: int, reflect: bool) -> None:
+    """Encoder outputs, predictions and weights of a turned model come back, in float32."""
+    torch.manual_seed(d)
+    model = Toy(d, inputs=d, hidden=d)
+    x, action = rows(4 * d, d, 2).float(), rows(4 * d, 3, 1).float()
+    with torch.no_grad():
+        for layer in (model.body[0], model.body[2], model.frame):  # latents that vary in all directions
+            layer.weight.copy_(torch.linalg.qr(layer.weight)[0])
+        scale = model.encode(x).std()
+        model.frame.weight.div_(scale)  # a latent of spread one, as SIGReg keeps it
+        reference = model.encode(x)
+        predicted = model.predict(reference[:-1], reference[1:], action[1:])
+        turned = conjugate(model.state_dict(), model.surface(), random_orthogonal(d, 5, reflect))
+        encode = encode_with(model, x)
+        found = align(turned, model.surface(), encode(turned), reference)
+        assert found.fired
+        assert found.drift.reflects == reflect
+        assert (encode(found.state) - reference).abs().max() < 1e-5
+        back = Toy(d, inputs=d, hidden=d)
+        back.load_state_dict(found.state)
+        z = back.encode(x)
+        error = (back.predict(z[:-1], z[1:], action[1:]) - predicted).abs().max()
+        assert error < 1e-5 * predicted.abs().max()
+
+
+def test_weak_directions_stay_where_they_are_when_a_strong_plane_turned() -> None:
+    """One plane turned by 40 degrees; the others hold only noise, and nothing says that they turned."""
+    strong = torch.zeros(400, 10, dtype=torch.float64)
+    strong[:, :3] = rows(400, 3)
+    turn = torch.eye(10, dtype=torch.float64)
+    c, s = math.cos(math.radians(40)), math.sin(math.radians(40))
+    turn[:2, :2] = torch.tensor([[c, s], [-s, c]], dtype=torch.float64)
+    reference = strong + 0.05 * rows(400, 10, 8)
+    trained = strong @ turn + 0.05 * rows(400, 10, 9)
+    exact, _ = procrustes_align(trained, reference)
+    assert torch.linalg.matrix_norm(exact[3:, 3:] - torch.eye(7)) > 1  # what it would have done to the noise
+    found = align({}, FrameSurface((), ()), trained, reference)
+    assert found.fired
+    assert found.q is not None
+    assert (found.q[3:, 3:] - torch.eye(7)).abs().max() < 0.4
+    assert (trained @ found.q - reference)[:, :3].std() < 0.1
+    assert found.drift.max_deg == pytest.approx(40, abs=1)
 
 
 def test_local_learning_without_a_turn_passes_bit_for_bit() -> None:
