@@ -293,20 +293,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Generated data; see :mod:`lensemble_flwr.data`. ``gravity_shift`` is the range of the participants' gravity."""
+    """Which world, and its own keys: those of ``conf/data/NAME.yaml``, whose values give their types.
+
+    ``config.data.frames`` reads the key ``frames``; what values mean and may be, the world itself says.
+    """
 
     name: str
-    episodes_per_participant: int
-    public_episodes: int
-    heldout_shifted: int
-    heldout_nominal: int
-    frames: int
-    frameskip: int
-    gravity_shift: tuple[float, ...]
-    wind: float
-    turbulence: float
-    flavour: str
-    cameras: str
+    options: Options
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self.__dict__["options"][key]
+        except KeyError:
+            raise AttributeError(key) from None
 
 
 @dataclass(frozen=True)
@@ -542,7 +541,9 @@ def _known_keys(cls: type = Config, prefix: str = "") -> list[str]:
     keys = []
     for f in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls)[f.name]
-        if dataclasses.is_dataclass(hint):
+        if hint is DataConfig:
+            keys += sorted({f"data.{key}" for name in _choices("data") for key in _world_defaults(name)})
+        elif dataclasses.is_dataclass(hint):
             keys += _known_keys(typing.cast(type, hint), f"{prefix}{f.name}.")
         else:
             keys.append(prefix + f.name)
@@ -585,7 +586,40 @@ def _build(cls: type, tree: Any, path: str) -> Any:
     return cls(**values)
 
 
+@lru_cache(maxsize=32)
+def _world_defaults(name: str) -> dict[str, Any]:
+    """The keys of a world's own file, ``name`` among them."""
+    from omegaconf import OmegaConf
+
+    _require(name in _choices("data"), f"There is no data={name}.", f"Choose one of: {', '.join(_choices('data'))}.")
+    return dict(OmegaConf.to_container(OmegaConf.load(conf_dir() / "data" / f"{name}.yaml")))  # type: ignore[arg-type]
+
+
+def _data(tree: Any) -> DataConfig:
+    """The group ``data``, judged by the file of the world that its name is of."""
+    _require(isinstance(tree, dict) and isinstance(tree.get("name"), str), "data must be a group of keys with a name.")
+    known = _world_defaults(tree["name"])
+    for key in tree:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), sorted(known), n=1)
+            raise ConfigError(f"Unknown key data.{key}.", f"Did you mean data.{near[0]}?" if near else "")
+    found = {k: _like(default, tree.get(k, default), f"data.{k}") for k, default in known.items() if k != "name"}
+    return DataConfig(tree["name"], options_from(found, "data"))
+
+
+def _like(default: Any, value: Any, path: str) -> Any:
+    """A value of the type that the default has; null as a default takes any plain value."""
+    if default is None or isinstance(default, dict):
+        return value
+    if isinstance(default, list):
+        _require(isinstance(value, list), f"{path} must be a list, not {value!r}.", f"Write {path}=[a,b].")
+        return [_like(default[0] if default else None, item, path) for item in value]
+    return _convert(type(default), value, path)
+
+
 def _convert(hint: Any, value: Any, path: str) -> Any:
+    if hint is DataConfig:
+        return _data(value)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, path + ".")
     if hint is Options:
@@ -623,6 +657,7 @@ def resolved(config: Config) -> dict[str, Any]:
     """The configuration as plain data for the manifest (without the raw overrides)."""
     tree = dataclasses.asdict(config)
     del tree["overrides"]
+    tree["data"] = {"name": config.data.name, **config.data.options}
     return tree
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from lensemble_flwr.data.actions import ActionSpec
 from lensemble_flwr.data.episodes import (
-    ActionSpec,
     Episode,
     EpisodeSource,
     MemorySource,

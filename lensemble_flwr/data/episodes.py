@@ -12,18 +12,16 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lensemble_flwr.data.actions import MAX_ACTION_DIM, ActionSpec
 from lensemble_flwr.errors import ContractViolation, DataError
 
-STATE_DIM = 8
-"""Length of the optional state label of a time step (evaluation only, never an input of training)."""
-
 MAX_STEPS = 100_000
-MAX_ACTION_DIM = 256
+MAX_STATE_DIM = 1024
 MIN_SIDE, MAX_SIDE = 8, 1024
 _MAX_META = 32
 _MAX_NAME = 64
@@ -33,37 +31,6 @@ _EPISODE_TAG = b"lensemble.episode\x00v1\x00"
 MetaValue = str | int | float | bool
 
 
-@dataclass(frozen=True)
-class ActionSpec:
-    """What one action is.
-
-    Attributes:
-        kind: "continuous" (each entry in [-1, 1]; scale your own units to it) or "discrete" (one-hot rows).
-        dim: entries of one action; for "discrete" the number of choices.
-    """
-
-    kind: Literal["continuous", "discrete"]
-    dim: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("continuous", "discrete"):
-            raise DataError(f"unknown action kind {self.kind!r}.", "Use 'continuous' or 'discrete'.")
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or not 1 <= self.dim <= MAX_ACTION_DIM:
-            raise DataError(f"action dimension {self.dim!r} is not in 1..{MAX_ACTION_DIM}.", "Check the data source.")
-
-    def check(self, actions: NDArray[np.float32]) -> None:
-        """Raise DataError unless ``actions`` [T, dim] are actions of this kind."""
-        if actions.ndim != 2 or actions.shape[1] != self.dim:
-            raise DataError(
-                f"actions have shape {actions.shape}, expected (T, {self.dim}).", "Check the source's action_spec."
-            )
-        if self.kind == "continuous":
-            if not (np.abs(actions) <= 1.0).all():  # a NaN fails too
-                raise DataError("a continuous action lies outside [-1, 1].", "Scale actions to [-1, 1] in the source.")
-        elif not (np.isin(actions, (0.0, 1.0)).all() and (actions.sum(axis=1) == 1.0).all()):
-            raise DataError("a discrete action is not one-hot.", "Encode choices as one-hot rows in the source.")
-
-
 @dataclass(frozen=True, eq=False)
 class Episode:
     """One recorded trajectory. Arrays are checked once, then read-only.
@@ -71,7 +38,7 @@ class Episode:
     Attributes:
         frames: uint8 [T + 1, H, W, 3], RGB.
         actions: float32 [T, a]; row t is what was done between frame t and frame t + 1.
-        states: float32 [T + 1, 8] or None. A label for evaluation; never an input of training, not in the hash.
+        states: float32 [T + 1, s] or None. A label for evaluation; never an input of training, not in the hash.
         embodiment: name of the body, chooses the participant's action head.
         meta: small public or local facts about the recording (at most 32 scalars); not in the hash.
 
@@ -110,9 +77,9 @@ class Episode:
             raise DataError("an action is not finite.", "Drop the recording, or repair it in the source.")
         if self.states is not None:
             _check_array(self.states, "states", np.float32, 2)
-            if self.states.shape != (points, STATE_DIM):
+            if len(self.states) != points or not 1 <= self.states.shape[1] <= MAX_STATE_DIM:
                 raise DataError(
-                    f"states have shape {self.states.shape}, expected {(points, STATE_DIM)}.",
+                    f"states have shape {self.states.shape}, expected ({points}, 1..{MAX_STATE_DIM}).",
                     "Give one state label per frame, or None.",
                 )
             if not np.isfinite(self.states).all():

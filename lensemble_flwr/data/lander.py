@@ -41,6 +41,8 @@ CONTINUOUS, DISCRETE = "lander-continuous", "lander-discrete"
 BODIES = (CONTINUOUS, DISCRETE)
 ACTION_SPECS = {CONTINUOUS: ActionSpec("continuous", 2), DISCRETE: ActionSpec("discrete", 4)}
 
+STATE_DIM = 8
+"""x, y, their velocities, angle, its velocity, and which leg touches the ground, in the simulator's own units."""
 
 MAX_ATTEMPTS = 400
 

@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from lensemble_flwr.data import _lander_worker as worker
 from lensemble_flwr.data.episodes import (
-    STATE_DIM,
     ActionSpec,
     Episode,
     MetaValue,
@@ -45,6 +44,7 @@ from lensemble_flwr.data.lander import (
     ACTION_SPECS,
     BODIES,
     GENERATOR_VERSION,
+    STATE_DIM,
     LanderSpec,
     Shard,
     body_of,

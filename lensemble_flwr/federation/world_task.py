@@ -1,4 +1,4 @@
-"""The world model as a task: an action-conditioned JEPA on LunarLander, from a public warm start.
+"""The world model as a task: an action-conditioned JEPA, from a public start, on any :class:`.world_data.WorldData`.
 
 Surfaces: ``adapter`` (encoder and predictor frozen, a linear adapter moves), ``predictor``, ``full`` (encoder and
 predictor; the latent frame is then federated, and participants align it before they release).
@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from lensemble_flwr.config import Config
-from lensemble_flwr.data.episodes import episode_hash, iterate
-from lensemble_flwr.data.lander import CAMERAS, LanderSpec, camera_of
+from lensemble_flwr.data.episodes import EpisodeSource, episode_hash, iterate
 from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
-from lensemble_flwr.data.store import LanderData, ShardSource, ensure_dataset, open_dataset
 from lensemble_flwr.data.windows import without
 from lensemble_flwr.durable import atomic_write
-from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
+from lensemble_flwr.errors import ArtifactError, ContractViolation
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
+from lensemble_flwr.federation.world_data import HeldOut, build_world
 from lensemble_flwr.gauge.align import FrameSurface, align
 from lensemble_flwr.gauge.anchor import FrameAnchor
 from lensemble_flwr.home import cache_lock, home
@@ -38,37 +37,17 @@ from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
 from lensemble_flwr.model.warmstart import RECIPE, WarmStart, load_warm_start, save_warm_start, train_warm_start
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, frame_surface
 
-_XY = (0, 1)
-_ALTITUDE = 1
-
 
 class WorldTask:
     """See the module. Everything public is cached below the home folder; participants only read."""
 
-    rehearsal_metric = "r5_nominal"
     metrics: Mapping[str, MetricLabel] = {}
 
     def __init__(self, config: Config, data_dir: Path | None = None) -> None:
         """``data_dir``: where a real site's own recordings lie; simulated participants share the home folder's."""
-        self._data_dir = data_dir
-        data, model, inner, objective = config.data, config.model, config.inner, config.objective
+        model, inner, objective = config.model, config.inner, config.objective
         self.config = config
-        self.data_spec = LanderSpec(
-            flavour=data.flavour,
-            participants=config.federation.participants,
-            episodes_per_participant=data.episodes_per_participant,
-            public_episodes=data.public_episodes,
-            heldout_shifted=data.heldout_shifted,
-            heldout_nominal=data.heldout_nominal,
-            gravity_shift=(data.gravity_shift[0], data.gravity_shift[-1]),
-            wind=data.wind,
-            turbulence=data.turbulence,
-            frames=data.frames,
-            frameskip=data.frameskip,
-            image_size=model.image_size,
-            seed=config.seed,
-            cameras=data.cameras,
-        )
+        self.world = build_world(config, data_dir)
         self.model_spec = ModelSpec(
             image_size=model.image_size,
             patch=model.patch,
@@ -103,7 +82,11 @@ class WorldTask:
         self.layout = tuple(Slice(e.name, e.shape, e.offset) for e in self._layout.entries)
         self._frame_moves = config.federation.surface == "full"
         # A relative error lives in the model's own latent space: with a moving encoder only the state probe compares.
-        self.headline = "state_probe_r2" if self._frame_moves else "r5"
+        probed = self._frame_moves and self.world.state_targets is not None
+        self.headline = "state_probe_r2" if probed else "r5"
+        self.rehearsal_metric = (
+            "r5" if self.world.rehearsal_set == self.world.main_set else f"r5_{self.world.rehearsal_set}"
+        )
         self._shares: dict[int, tuple[str, Trajectories | LatentTrajectories]] = {}
         self._encoded: dict[int, LatentTrajectories] = {}
 
@@ -116,18 +99,9 @@ class WorldTask:
     @cached_property
     def _public_key(self) -> str:
         """Names the warm start by everything that it is made from."""
-        spec = self.data_spec
-        public = LanderSpec(  # only what public episodes depend on: experiments share a warm start
-            public_episodes=spec.public_episodes,
-            gravity_nominal=spec.gravity_nominal,
-            frames=spec.frames,
-            frameskip=spec.frameskip,
-            image_size=spec.image_size,
-            seed=spec.seed,
-        )
         parts = [
             RECIPE,
-            public.key(),
+            self.world.key(),
             to_plain(self.model_spec),
             to_plain(self.warm_spec),
             self.config.warmstart.lambda_sig,
@@ -136,11 +110,6 @@ class WorldTask:
 
     def _cache(self, name: str) -> Path:
         return home() / "warmstart" / f"{self._public_key}{name}"
-
-    @cached_property
-    def data(self) -> LanderData:
-        """The generated data; never generated here (see :meth:`prepare`)."""
-        return open_dataset(self.data_spec, home() / "data")
 
     @cached_property
     def warm(self) -> WarmStart:
@@ -170,14 +139,14 @@ class WorldTask:
 
     def prepare(self, progress: Progress | None = None) -> None:
         tell = progress or (lambda what, done, total: None)
-        ensure_dataset(self.data_spec, home() / "data", lambda done, total: tell("generating episodes", done, total))
+        self.world.prepare(tell)
         path = self._cache(".safetensors")
         with cache_lock(path):
             if not path.is_file():
-                bodies = self.data.embodiments
+                public = {body: self.world.public(body) for body in self.world.embodiments}
                 warm = train_warm_start(
                     self.model_spec,
-                    {body: (_head_spec(self.data, body), _trajectories(self.data.public(body))) for body in bodies},
+                    {body: (_head_spec(source), _trajectories(source)) for body, source in public.items()},
                     self.warm_spec,
                     ObjectiveSpec(lambda_sig=self.config.warmstart.lambda_sig),
                     progress=lambda done, total, figures: tell("training the public warm start", done, total),
@@ -185,7 +154,7 @@ class WorldTask:
                 )
                 save_warm_start(warm, path)
             if not self._cache(".probe").is_file():
-                sources = [self.data.public(body) for body in self.data.embodiments]
+                sources = [self.world.public(body) for body in self.world.embodiments]
                 save_probe(build_probe(sources, self.model_spec.latent_dim, self.config.seed), self._cache(".probe"))
 
     def public_files(self) -> tuple[Path, ...]:
@@ -193,20 +162,7 @@ class WorldTask:
 
     def prepare_participant(self, partition: int, public: Path | None = None, progress: Progress | None = None) -> None:
         tell = progress or (lambda what, done, total: None)
-        if self._data_dir is None:
-            raise ContractViolation("This task has no folder of a participant's own recordings.")
-        if partition >= self.data_spec.participants:
-            raise ConfigError(
-                f"There is no participant {partition}: this run has {self.data_spec.participants}.",
-                "Participants count from 0: correct the site's number, or federation.participants.",
-            )
-        shard = next(s for s in self.data_spec.shards() if s.split == "participant" and s.index == partition)
-        ensure_dataset(
-            self.data_spec,
-            self._data_dir,
-            lambda done, total: tell("generating episodes", done, total),
-            only=[shard.name],
-        )
+        self.world.prepare_participant(partition, tell)
         if public is None:
             return self.prepare(progress)
         for path in self.public_files():
@@ -223,17 +179,13 @@ class WorldTask:
 
     # ------------------------------------------------------------------ participants
 
-    @cached_property
-    def _recordings(self) -> LanderData:
-        return open_dataset(self.data_spec, self._data_dir) if self._data_dir is not None else self.data
-
-    def recordings(self, partition: int) -> ShardSource:
+    def recordings(self, partition: int) -> EpisodeSource:
         """A participant's own recordings; opens no other participant's file."""
-        return self._recordings.participant(partition)
+        return self.world.participant(partition)
 
     def body(self, partition: int) -> str:
-        """The embodiment that a participant flies."""
-        return self.recordings(partition).embodiment
+        """The embodiment that a participant has."""
+        return self.world.body(partition)
 
     def episode_hashes(self, partition: int) -> list[bytes]:
         return [episode_hash(episode) for episode in iterate(self.recordings(partition))]
@@ -298,10 +250,9 @@ class WorldTask:
     def _public_share(self, share: int) -> tuple[str, Trajectories | LatentTrajectories]:
         """Public episodes of a pseudo-participant: as many as a participant has, dealt out like its data."""
         if share not in self._shares:
-            bodies = self.data.embodiments
+            bodies, count = self.world.embodiments, self.world.share
             body = bodies[share % len(bodies)]
-            source = self.data.public(body)
-            count = self.config.data.episodes_per_participant
+            source = self.world.public(body)
             first = share // len(bodies) * count
             episodes = [source.episode((first + i) % len(source)) for i in range(count)]
             frames = Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes])
@@ -345,67 +296,76 @@ class WorldTask:
         """Metrics on held-out episodes of one body; None: the mean over all bodies."""
         model = self.warm.build_model()
         self._layout.write(model, theta)
-        shifted, nominal = (
-            {name: latents for name, latents in self._held_out(split, model).items() if body in (None, name)}
-            for split in ("shifted", "nominal")
-        )
-        scores = evaluate(model, self._public_heads, shifted)
+        sets = {
+            name: {b: latents for b, latents in self._held_out(name, model).items() if body in (None, b)}
+            for name in self._sets
+        }
+        main = self.world.main_set
+        others = [name for name in sets if name != main]
+        scores = evaluate(model, self._public_heads, sets[main])
         metrics = {
             "r5": scores.r5,
             "r1": scores.r1,
-            "r5_nominal": evaluate(model, self._public_heads, nominal).r5,
+            **{f"r5_{name}": evaluate(model, self._public_heads, sets[name]).r5 for name in others},
             "effective_rank": scores.effective_rank,
             "latent_std_mean": scores.std_mean,
             "latent_std_min": scores.std_min,
             "action_sensitivity": scores.action_sensitivity,
         }
-        metrics.update(self._state_metrics(model, shifted))
+        metrics.update(self._state_metrics(model, main, sets[main]))
         return {name: float(value) for name, value in metrics.items()}
 
-    def _state_metrics(self, model: WorldModel, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
-        """Means over bodies: R^2 of (x, y) (fit on even held-out episodes, read on odd ones); altitude error.
+    def _state_metrics(self, model: WorldModel, name: str, held_out: dict[str, LatentTrajectories]) -> dict[str, float]:
+        """Means over bodies: R^2 of the position (fit on even held-out episodes, read on odd ones), and its error.
 
-        With cameras of their own, one probe reads all participants' cameras; the camera that nobody has is left out of
-        it and gets a figure of its own (read by the same probe).
+        Episodes under conditions that nobody trains in are left out of the probe and get a figure of their own, read
+        by the same probe.
         """
-        found: dict[str, list[float]] = {"state_probe_r2": [], "altitude_rmse": []}
+        targets = self.world.state_targets
+        if targets is None:
+            return {}
+        found: dict[str, list[float]] = {}
         for body, latents in held_out.items():
-            assert latents.states is not None
+            if latents.states is None:
+                continue
             rows = torch.repeat_interleave(torch.arange(len(latents.lengths)), torch.tensor(latents.lengths))
-            known = self._known_camera(body)[rows]
+            unseen = self._sets[name][body].unseen
+            known = torch.ones(len(latents.lengths), dtype=torch.bool) if unseen is None else ~torch.from_numpy(unseen)
+            known = known[rows]
             fit, read = known & (rows % 2 == 0), rows % 2 == 1
-            xy = latents.states[:, list(_XY)]
-            probe = fit_probe(latents.latents[fit], xy[fit])
-            for name, these in (("state_probe_r2", read & known), ("unseen_camera_r2", read & ~known)):
+            position = latents.states[:, list(targets.position)]
+            probe = fit_probe(latents.latents[fit], position[fit])
+            for metric, these in (("state_probe_r2", read & known), (self.world.unseen_metric, read & ~known)):
                 if these.any():
-                    found.setdefault(name, []).append(float(probe.r2(latents.latents[these], xy[these]).mean()))
-            found["altitude_rmse"].append(probe_rmse(model, self._public_heads[body], latents, probe, _ALTITUDE))
-        return {name: sum(values) / len(values) for name, values in found.items()}
+                    r2 = probe.r2(latents.latents[these], position[these]).mean()
+                    found.setdefault(metric, []).append(float(r2))
+            if targets.error is not None:
+                metric, column = targets.error
+                error = probe_rmse(model, self._public_heads[body], latents, probe, column)
+                found.setdefault(metric, []).append(error)
+        return {metric: sum(values) / len(values) for metric, values in found.items()}
 
-    def _known_camera(self, body: str) -> torch.Tensor:
-        """For each held-out episode under shifted physics: whether its camera is one that a participant may have."""
-        shard = self.data.heldout_shifted(body).shard
-        cameras = [camera_of(self.data_spec, shard, episode) for episode in range(shard.count)]
-        return torch.tensor([camera != len(CAMERAS) - 1 for camera in cameras])
-
-    def _held_out(self, split: str, model: WorldModel) -> dict[str, LatentTrajectories]:
+    def _held_out(self, name: str, model: WorldModel) -> dict[str, LatentTrajectories]:
         if not self._frame_moves:  # one frozen encoder: encode once
-            return self._frozen_held_out[split]
-        return {body: encode_trajectories(model, frames) for body, frames in self._frames_held_out[split].items()}
+            return self._frozen_held_out[name]
+        return {body: encode_trajectories(model, frames) for body, frames in self._frames_held_out[name].items()}
+
+    @cached_property
+    def _sets(self) -> Mapping[str, Mapping[str, HeldOut]]:
+        return self.world.heldout()
 
     @cached_property
     def _frames_held_out(self) -> dict[str, dict[str, Trajectories]]:
-        bodies = self.data.embodiments
         return {
-            "shifted": {body: _trajectories(self.data.heldout_shifted(body)) for body in bodies},
-            "nominal": {body: _trajectories(self.data.heldout_nominal(body)) for body in bodies},
+            name: {body: _trajectories(held.source) for body, held in per_body.items()}
+            for name, per_body in self._sets.items()
         }
 
     @cached_property
     def _frozen_held_out(self) -> dict[str, dict[str, LatentTrajectories]]:
         return {
-            split: {body: encode_trajectories(self._model, frames) for body, frames in per_body.items()}
-            for split, per_body in self._frames_held_out.items()
+            name: {body: encode_trajectories(self._model, frames) for body, frames in per_body.items()}
+            for name, per_body in self._frames_held_out.items()
         }
 
     # ------------------------------------------------------------------ built once per process
@@ -440,13 +400,12 @@ class WorldTask:
         return Objective(self.objective_spec, anchor)
 
 
-def _trajectories(source) -> Trajectories:
+def _trajectories(source: EpisodeSource) -> Trajectories:
     episodes = list(iterate(source))
     states = [e.states for e in episodes]
     known = None if any(s is None for s in states) else [s for s in states if s is not None]
     return Trajectories.from_episodes([e.frames for e in episodes], [e.actions for e in episodes], known)
 
 
-def _head_spec(data: LanderData, body: str) -> HeadSpec:
-    spec = data.public(body).action_spec
-    return HeadSpec(spec.kind, spec.dim)
+def _head_spec(source: EpisodeSource) -> HeadSpec:
+    return HeadSpec(source.action_spec.kind, source.action_spec.dim)

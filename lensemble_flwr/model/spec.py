@@ -192,16 +192,16 @@ class ObjectiveSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Action space of one body. ``continuous``: real vectors of length ``dim``; ``discrete``: ``dim`` choices."""
+    """Action space of one body: ``dim`` entries of an encoded action (real ones, one-hot blocks, or both)."""
 
     kind: str
     dim: int
 
     def __post_init__(self) -> None:
         _require(
-            self.kind in ("continuous", "discrete"),
+            self.kind in ("continuous", "discrete", "multi_discrete", "mixed"),
             f"action kind {self.kind!r} is unknown.",
-            "Use 'continuous' or 'discrete'.",
+            "Use 'continuous', 'discrete', 'multi_discrete' or 'mixed'.",
         )
         _check_positive_ints(self, "dim")
 

@@ -33,7 +33,7 @@ F, A = np.zeros((4, 8, 8, 3), np.uint8), np.zeros((3, 2), np.float32)
         {"actions": np.full((3, 2), np.nan, np.float32)},
         {"actions": np.full((3, 2), np.inf, np.float32)},
         {"actions": np.zeros((3, 300), np.float32)},
-        {"states": np.zeros((4, 7), np.float32)},
+        {"states": np.zeros((4, 0), np.float32)},
         {"states": np.zeros((3, 8), np.float32)},
         {"states": np.full((4, 8), np.nan, np.float32)},
         {"embodiment": ""},

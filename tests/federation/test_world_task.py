@@ -166,7 +166,7 @@ def test_pseudo_participants_hold_public_episodes_only() -> None:
     private = {h for i in range(4) for h in task.episode_hashes(i)}
     from lensemble_flwr.data.episodes import episode_hashes
 
-    public = {h for body in task.data.embodiments for h in episode_hashes(task.data.public(body))}
+    public = {h for body in task.world.embodiments for h in episode_hashes(task.world.public(body))}
     assert not private & public
     assert task.public_update(task.initial(), 1, steps=2, sketch_seed=0).shape == (task.dimension,)
 
