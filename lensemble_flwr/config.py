@@ -373,6 +373,8 @@ class DataConfig:
 class WarmStartConfig:
     """The public warm start: trained steps, its weight of SIGReg, and the hash (hex) of the file every site must hold.
 
+    0 steps: random weights, of which public pictures give only the mean image and the scale of the hidden units.
+
     ``lambda_sig`` is not the participants' (``objective.lambda_sig``): theirs see a part of the world only, and SIGReg
     would spread that part over the whole latent.
     """
@@ -382,7 +384,7 @@ class WarmStartConfig:
     sha256: str | None
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, f"warmstart.steps must be at least 0 (untrained), not {self.steps}.")
+        _require(self.steps >= 0, f"warmstart.steps must be at least 0, not {self.steps}.", "0: no training.")
         _require(
             math.isfinite(self.lambda_sig) and self.lambda_sig >= 0,
             f"warmstart.lambda_sig must be finite and >= 0, not {self.lambda_sig!r}.",

@@ -196,17 +196,7 @@ class Preflight:
     @property
     def rounds_allowed(self) -> int:
         """Rounds that the run's own target allows at the plan's noise."""
-        config = self.config
-        if not config.privacy.enabled:
-            return config.diloco.rounds
-        opened, most = _specimen(config, self.plan, None), config.privacy.target_epsilon * (1 + 1e-9)
-        low, high = 0, config.diloco.rounds + 1  # low fits, high does not
-        if epsilon_after(opened, config.diloco.rounds) <= most:
-            return config.diloco.rounds
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if epsilon_after(opened, middle) <= most else (low, middle)
-        return low
+        return rounds_allowed(self.config, self.plan)
 
     def _coin_line(self) -> str:
         """What the secret coin does here, and plainly whether it pays."""
@@ -291,6 +281,21 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         left=_rounds_left(config, plan) if simulation else None,
         without_coin=_without_coin(config, plan),
     )
+
+
+def rounds_allowed(config: Config, plan: Plan) -> int:
+    """Rounds, of those that are planned, that the run's own target allows at the plan's noise; needs no data."""
+    rounds = config.diloco.rounds
+    if not config.privacy.enabled:
+        return rounds
+    opened, most = _specimen(config, plan, None), config.privacy.target_epsilon * (1 + 1e-9)
+    if epsilon_after(opened, rounds) <= most:
+        return rounds
+    low, high = 0, rounds + 1  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if epsilon_after(opened, middle) <= most else (low, middle)
+    return low
 
 
 def check_plan(config: Config) -> Plan:

@@ -14,7 +14,7 @@ from pathlib import Path
 from lensemble_flwr.config import load_config, resolved
 from lensemble_flwr.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from lensemble_flwr.federation.task import Progress
-from lensemble_flwr.preflight import check_plan, estimated_seconds
+from lensemble_flwr.preflight import check_plan, estimated_seconds, rounds_allowed
 from lensemble_flwr.reporting.sweep import ENDS, closing, table_text, write_sweep
 from lensemble_flwr.reporting.wording import clean, duration
 from lensemble_flwr.sweep import (
@@ -69,23 +69,33 @@ def sweep_command(argv: Sequence[str], progress: Progress | None = None) -> int:
         raise ConfigError(f"--name {arguments.name!r} is no plain name.", "Use letters, digits, . - and _.")
     sweep = expand(arguments.overrides)
     total = len(sweep.points)
+    short = []
     for number, point in enumerate(sweep.points, 1):
-        _check(point, f"{number} of {total}")
+        if (warning := _check(point, f"{number} of {total}")) is not None:
+            short.append(warning)
         if progress is not None and total > _MANY:
             progress("checking the points", number, total)
     folder = Path("outputs", "sweeps", arguments.name or sweep.default_name).absolute()
     again = f"lensemble sweep {shlex.join(argv)}"
     with locked(folder):
         open_sweep(sweep, folder)
+        for warning in short:
+            print(warning, file=sys.stderr, flush=True)
         return _run(sweep, folder, arguments.jobs, again, progress)
 
 
-def _check(point: Point, which: str) -> None:
+def _check(point: Point, which: str) -> str | None:
+    """A warning if the point's privacy target ends its run early."""
+    config = load_config(point.overrides)
     try:
-        check_plan(load_config(point.overrides))
+        allowed, rounds = rounds_allowed(config, check_plan(config)), config.diloco.rounds
     except ConfigError as error:
         message = f"Point {which} ({point.label}) is impossible: {error.message}"
         raise ConfigError(message, error.remediation) from error
+    if allowed == rounds:
+        return None
+    end = "its run will train nothing" if allowed == 0 else "its run will stop there"
+    return f"WARNING: {point.label}: the budget allows {allowed} of {rounds} rounds; {end}."
 
 
 def _run(sweep: Sweep, folder: Path, jobs: int, again: str, progress: Progress | None) -> int:

@@ -8,7 +8,7 @@ from lensemble_flwr.config import config_hash, join_overrides, load_config, reso
 from lensemble_flwr.errors import ConfigError
 
 
-@pytest.mark.parametrize("experiment", ["quickstart", "silos", "linear"])
+@pytest.mark.parametrize("experiment", ["quickstart", "silos", "linear", "swipe_dot"])
 def test_every_experiment_composes(experiment: str) -> None:
     assert load_config(f"experiment={experiment}").experiment == experiment
 
@@ -22,7 +22,7 @@ def test_default_is_quickstart() -> None:
     [
         ("foo=1", "Unknown key 'foo'"),
         ("diloco.round=3", "Did you mean diloco.rounds?"),
-        ("experiment=zz", "Choose one of: classifier, linear, quickstart, silos"),
+        ("experiment=zz", "Choose one of: classifier, linear, quickstart, silos, swipe_dot"),
         ("diloco.rounds=x", "whole number"),
         ("diloco.rounds=1.5", "whole number"),
         ("diloco.rounds=true", "whole number"),

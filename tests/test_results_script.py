@@ -86,6 +86,22 @@ def test_silos_with_cameras_of_their_own(script: ModuleType, tmp_path: Path) -> 
         assert len(set(figures)) == 3
 
 
+def test_swipe_dot_rows(script: ModuleType, tmp_path: Path) -> None:
+    small = ("model.width=16", "model.depth=1", "model.latent_dim=4", "data.heldout_episodes=10", "inner.batch_size=4")
+    small += ("data.public_episodes=16", "data.episodes_per_participant=4", "diloco.rounds=2", "diloco.inner_steps=2")
+    result = script.swipe_dot(0, small, tmp_path, 1, False)
+    rows = {row["name"]: row["metrics"] for row in result["rows"]}
+    alone = [f"local only, silo {i}" for i in (1, 2, 3)]
+    assert list(rows) == [
+        *("warm start", *alone, "local only, mean", "pooled, equal steps", "pooled, equal samples", "federated"),
+    ]
+    for metrics in rows.values():
+        assert all(np.isfinite(metrics[key]) for key in script.COLUMNS["swipe_dot"])
+    best = max(rows[name]["few_probe_r2"] for name in alone)
+    assert result["facts"]["few_probe_r2_margin"] == pytest.approx(rows["federated"]["few_probe_r2"] - best)
+    assert len({metrics["r1"] for metrics in rows.values()}) == len(rows)
+
+
 def test_silos_are_not_clipped(script: ModuleType) -> None:
     config, task = script.prepared("silos", 0, (*SMALL, "privacy.clip_norm=1e-6"))
     moved = script.federated(config, task, noisy=False) - task.initial()

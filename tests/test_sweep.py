@@ -444,6 +444,18 @@ def test_the_command_runs_reports_and_goes_on(
     assert (folder / "sweep.csv").exists()
 
 
+def test_points_whose_budget_ends_early_are_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep_cli, "estimated_seconds", lambda config, progress: 30.0)
+    monkeypatch.setattr(sweep_cli, "run_points", lambda *a, **k: False)
+    cli.main(["sweep", LINEAR, "diloco.rounds=12", "privacy.noise_multiplier=0.1,1,9"])
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert "noise_multiplier=0.1: the budget allows 0 of 12 rounds; its run will train nothing." in warnings[0]
+    assert "noise_multiplier=1: the budget allows 2 of 12 rounds; its run will stop there." in warnings[1]
+    assert len(warnings) == 2
+
+
 def test_errors_of_runs_do_not_act_on_the_terminal(
     fake: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from lensemble_flwr.federation.task import Progress
 WORLDS: dict[str, str] = {
     "lander": "lensemble_flwr.federation.lander_world:LanderWorld",
     "recordings": "lensemble_flwr.federation.recordings_world:RecordingsWorld",
+    "swipe_dot": "lensemble_flwr.federation.swipe_dot_world:SwipeDotWorld",
 }
 """``data.name`` -> ``module:Class``, of this project only: a run cannot make anybody import anything else."""
 

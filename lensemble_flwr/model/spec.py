@@ -255,7 +255,8 @@ class WarmStartSpec:
     """Public pre-training.
 
     Attributes:
-        steps: AdamW steps. 600 costs about half of 1200; 0 leaves the weights as they were drawn.
+        steps: AdamW steps. 600 costs about half of 1200; 0 leaves random weights, whose hidden units are normalised by
+            public frames all the same.
         lr: peak of the one-cycle schedule.
         weight_decay: decoupled weight decay.
         segments: windows of a step, shared out evenly over the bodies.
@@ -276,7 +277,11 @@ class WarmStartSpec:
 
     def __post_init__(self) -> None:
         _check_positive_ints(self, "segments")
-        _require(_is_int(self.steps) and self.steps >= 0, f"WarmStartSpec.steps is {self.steps!r}.", "Use 0 or more.")
+        _require(
+            _is_int(self.steps) and self.steps >= 0,
+            f"warm-start steps are {self.steps!r}.",
+            "Use a whole number, zero or more.",
+        )
         _check_weights(self, "lr", "weight_decay", "grad_clip", "pca_floor")
         _require(
             _is_int(self.seed) and 0 <= self.seed < 2**63,

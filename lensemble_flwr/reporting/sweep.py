@@ -250,9 +250,7 @@ def group_cells(data: SweepData) -> tuple[list[str], list[list[str]]]:
         for metric in metrics:
             cells.append(group.spread(partial(Row.before, metric=metric.name)).text())
             cells.append(group.spread(partial(Row.after, metric=metric.name)).text())
-        committed = [row.run.committed for row in group.rows if row.finished and row.run is not None]
-        rounds = sorted({min(committed), max(committed)}) if committed else []
-        cells.append(" to ".join(map(str, rounds)) or "-")
+        cells.append(rounds_of(group.rows))
         traffic = group.spread(lambda row: row.payload("up") + row.payload("down"))
         cells.append(data_size(traffic.mean) if traffic.count else "-")
         seconds = group.spread(lambda row: row.outcome.seconds or math.nan if row.outcome else math.nan)
@@ -260,6 +258,18 @@ def group_cells(data: SweepData) -> tuple[list[str], list[list[str]]]:
         cells.append(ends_of(group.rows))
         body.append(cells)
     return head, body
+
+
+def rounds_of(rows: Sequence[Row]) -> str:
+    """Committed rounds of finished runs, "10" or "4 to 6"; "4 of 10" where a budget ended before the rounds did."""
+    runs = [row.run for row in rows if row.finished and row.run is not None]
+    if not runs:
+        return "-"
+    committed = [run.committed for run in runs]
+    text = " to ".join(map(str, sorted({min(committed), max(committed)})))
+    planned = max(run.planned_rounds for run in runs)
+    short = any(row.exit_status == EXIT_BUDGET for row in rows if row.finished)
+    return f"{text} of {planned}" if short and min(committed) < planned else text
 
 
 def ends_of(rows: Sequence[Row]) -> str:
@@ -277,6 +287,8 @@ def table_text(data: SweepData) -> str:
     lines.insert(1, "  ".join("-" * w for w in widths))
     if any(len(group.rows) > 1 for group in data.groups()):
         lines.append("Means over seeds [smallest, largest]; epsilon is the largest. Unfinished points are left out.")
+    if any(row.finished and row.exit_status == EXIT_BUDGET for row in data.rows):
+        lines.append("K of T committed: the budget ended there, so the figures are those of a shorter run.")
     for row in data.rows:
         if row.exit_status not in FINISHED and row.outcome is not None:
             why = f": {row.outcome.detail}" if row.outcome.detail else ""

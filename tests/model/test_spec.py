@@ -83,7 +83,7 @@ def test_specs_round_trip_as_plain_data() -> None:
         (InnerSpec, {"lr": "fast"}),
         (InnerSpec, {"batch_size": -1}),
         (InnerSpec, {"device": "tpu"}),
-        (WarmStartSpec, {"steps": 0}),
+        (WarmStartSpec, {"steps": -1}),
         (WarmStartSpec, {"seed": -1}),
         (WarmStartSpec, {"warmup": 1.0}),
         (HeadSpec, {"kind": "hybrid", "dim": 2}),

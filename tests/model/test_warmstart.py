@@ -88,6 +88,19 @@ def test_repeatable_and_leaves_the_random_state_alone() -> None:
     assert one.notes["cpu_seconds"] > 0
 
 
+def test_no_steps_are_random_weights_with_normalised_hidden_units() -> None:
+    public = blobs(CONTINUOUS, 12, 1)
+    start = train_warm_start(preset("tiny"), {"push": (CONTINUOUS, public)}, WarmStartSpec(steps=0), threads=1)
+    model = start.build_model()
+    units = model.encoder.projected(public.frames)
+    assert units.mean(dim=0).abs().max() < 1e-3
+    assert (units.std(dim=0) - 1).abs().max() < 0.02
+    torch.manual_seed(0)
+    untrained = WorldModel(preset("tiny"))
+    assert torch.equal(model.encoder.patch_embed.weight, untrained.encoder.patch_embed.weight)
+    assert torch.equal(model.predictor.in_proj.weight, untrained.predictor.in_proj.weight)
+
+
 def test_file_round_trip_and_pin(warm, tmp_path) -> None:
     path = tmp_path / "sub" / "warm.safetensors"
     digest = save_warm_start(warm, path)

@@ -105,6 +105,17 @@ def test_table(mixed: Path) -> None:
     assert any("seed=1 failed: [ARTIFACT]" in line for line in rest)
 
 
+def test_a_run_that_its_budget_cut_short_is_marked(tmp_path: Path) -> None:
+    sweep = expand(["experiment=linear", "diloco.rounds=3", "privacy.noise_multiplier=0.5,2"])
+    open_sweep(sweep, tmp_path)
+    finish(tmp_path, sweep.points[0], 2.0, 1.5, status=3)
+    finish(tmp_path, sweep.points[1], 2.0, 1.0)
+    _, _, short, whole, note = table_text(load_sweep(tmp_path)).splitlines()
+    assert "1 of 3" in re.split(r" {2,}", short)
+    assert "1 of 3" not in whole
+    assert "budget ended" in note
+
+
 def test_page_tells_what_failed_and_loads_nothing(mixed: Path) -> None:
     data, (_, page) = write_sweep(mixed)
     text = page.read_text()
