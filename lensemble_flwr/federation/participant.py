@@ -102,6 +102,7 @@ class SiteParticipant:
 
     def _chain(self, federation_id: bytes) -> ModelChain:
         return ModelChain(self.site, self.config, self.task, federation_id)
+
     def check_run(self) -> None:
         """Judge the run's configuration by the site's policy, at once: nothing is built, read or computed for it.
 
