@@ -188,7 +188,7 @@ class SecAggConfig:
 
     With ``pinned`` a participant that has not pinned a roster refuses to take part; ``consistency`` adds the stage in
     which members compare what they were shown, by default (auto) where identities are pinned. With ``verify_sum``
-    members check that each new model is the outer step of the sum (docs/secure-aggregation.md, section 4).
+    members check that each new model is the outer step of the sum (docs/secure-aggregation.md, section 3).
     """
 
     enabled: bool

@@ -375,9 +375,9 @@ def _traffic(plan: Plan, compares_views: bool, verify: bool) -> tuple[int, int]:
     sent = [Stage.KEYS, Stage.SHARES, Stage.MASKED, Stage.REVEAL] + [Stage.CONSISTENCY] * compares_views
     got = [Stage.ROSTER, Stage.ENVELOPES, Stage.SURVIVORS] + [Stage.CONFIRMED] * compares_views
     up, down = (sum(message_size(stage, n, n, verify) for stage in stages) for stages in (sent, got))
-    down += 400 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
+    down += 480 + 2 * 32 * n  # RoundOpen and RoundClose with their rosters
     if verify:  # the sum comes in place of the model, with a second RoundClose
-        return up + plan.ring.wire_bytes + 32, down + 150 + 32 * n + plan.ring.bits // 8 * plan.dimension
+        return up + plan.ring.wire_bytes + 32, down + 155 + 32 * n + plan.ring.bits // 8 * plan.dimension
     return up + plan.ring.wire_bytes + 32, down + 4 * plan.dimension
 
 

@@ -34,8 +34,10 @@ from lensemble_flwr.secagg import RingParams
 from lensemble_flwr.secagg.keystream import cores
 
 State = tuple[np.ndarray, np.ndarray]
-Name = tuple[bytes, bytes]
-"""Hashes of theta and of the momentum."""
+Hashes = tuple[bytes, bytes]
+"""Of theta and of the momentum."""
+Name = tuple[int, Hashes]
+"""The outer steps that led to a model, and its hashes. Steps are only ever added: no older model comes back."""
 
 
 class ModelChain:
@@ -73,8 +75,8 @@ class ModelChain:
             if told is not None and told.round == opened.round - 1 and self._name() != _begins(opened):
                 self._forged(f"round {opened.round} does not begin with the model that round {told.round} gave")
         name, begins = self._name(), _begins(opened)
-        if name != begins and name[0] == begins[0]:
-            self._forged(f"round {opened.round} begins with another momentum")
+        if begins[0] < name[0] or (begins[0] == name[0] and begins != name):
+            self._forged(f"round {opened.round} does not build on a model that was verified here")
         return name == begins
 
     def theta(self, opened: RoundOpen, given: np.ndarray | None) -> np.ndarray:
@@ -92,9 +94,10 @@ class ModelChain:
             state = unpack_state(given, opened.dimension)
         except ContractViolation as error:
             raise refused("The model has the wrong shape or dtype.", Refusal.HASH_MISMATCH) from error
-        if self._name_of(state) != _begins(opened):
+        begins = _begins(opened)
+        if _hashes(self.task, state) != begins[1]:
             raise refused("The model is not the one that the round was opened with.", Refusal.HASH_MISMATCH)
-        self._save(state)
+        self._save(state, begins)
         return state[0]
 
     # ------------------------------------------------------------------ what is kept of a round under way
@@ -140,10 +143,10 @@ class ModelChain:
         packed = vector if vector is not None and vector.dtype == np.uint8 else None
         if pending is not None:
             told = self._follow(pending, closed, opening, packed)
-            if told is not None and told.round == closed.round and self._name()[0] != closed.theta_hash:
+            if told is not None and told.round == closed.round and self._name()[1][0] != closed.theta_hash:
                 self._forged(f"the federation does not end with the model that round {told.round} gave")
         name = self._name()
-        state = self._load(name) if name[0] == closed.theta_hash else None
+        state = self._load(name) if name[1][0] == closed.theta_hash else None
         if state is not None:
             return state[0], True
         return (vector, False) if vector is not None and packed is None else None
@@ -187,7 +190,8 @@ class ModelChain:
     def _verify(self, pending: PendingSum, opening: SumOpening, packed: np.ndarray) -> RoundClose | None:
         if opening.attempt != pending.attempt:
             self._forged(f"the sum of round {opening.round} is that of another attempt")
-        state = self._load((pending.theta_hash, pending.momentum_hash))
+        name = self._name()
+        state = self._load(name) if name[1] == (pending.theta_hash, pending.momentum_hash) else None
         if state is None:  # lost, as after a restore from a backup: this site is like one that was not there
             self.site.drop_pending(self.fid)
             return None
@@ -204,10 +208,10 @@ class ModelChain:
             )
         except (SecureAggregationError, ContractViolation) as error:
             self._forged(f"the sum of round {opening.round} does not fit its tag, or gives no finite model", error)
-        name = self._name_of(after)
-        if name[0] != opening.theta_hash:
+        hashes = _hashes(self.task, after)
+        if hashes[0] != opening.theta_hash:
             self._forged(f"round {opening.round} was committed with another model than its sum gives")
-        self._save(after, name)
+        self._save(after, (name[0] + 1, hashes))
         self.site.drop_pending(self.fid)
         self.site.log.info("the sum of round %d is verified", opening.round, extra={"event": "sum_verified"})
         return opening.close
@@ -235,18 +239,15 @@ class ModelChain:
 
     def _name(self) -> Name:
         head = self.site.chain_head(self.fid)
-        return (head[:32], head[32:]) if head is not None else self._base_name()
+        return (int.from_bytes(head[:4], "big"), (head[4:36], head[36:])) if head is not None else self._base_name()
 
     def _base_name(self) -> Name:
         if self._base is None:
-            self._base = self._name_of(self._base_state())
+            self._base = 0, _hashes(self.task, self._base_state())
         return self._base
 
     def _base_state(self) -> State:
         return self.task.initial(), np.zeros(self.task.dimension, np.float64)
-
-    def _name_of(self, state: State) -> Name:
-        return theta_hash(self.task.layout, state[0]), momentum_hash(state[1])
 
     def _load(self, name: Name) -> State | None:
         """The state of this name, or None after forgetting one that is damaged."""
@@ -257,16 +258,19 @@ class ModelChain:
         d = self.task.dimension
         theta = self.site.chain_values(self.fid, "<f4", 0, d)
         momentum = self.site.chain_values(self.fid, "<f8", 4 * d, d)
-        if theta.size == momentum.size == d and self._name_of((theta, momentum)) == name:
+        if theta.size == momentum.size == d and _hashes(self.task, (theta, momentum)) == name[1]:
             return theta, momentum
         self.site.drop_chain(self.fid)
         self.site.log.error("the model in the folder sums is damaged", extra={"event": "chain_damaged"})
         return None
 
-    def _save(self, state: State, name: Name | None = None) -> None:
-        head = b"".join(name or self._name_of(state))
-        self.site.save_chain(self.fid, head, pack_state(*state))
+    def _save(self, state: State, name: Name) -> None:
+        self.site.save_chain(self.fid, name[0].to_bytes(4, "big") + b"".join(name[1]), pack_state(*state))
+
+
+def _hashes(task: Task, state: State) -> Hashes:
+    return theta_hash(task.layout, state[0]), momentum_hash(state[1])
 
 
 def _begins(opened: RoundOpen) -> Name:
-    return opened.theta_hash, opened.momentum_hash
+    return opened.steps, (opened.theta_hash, opened.momentum_hash)

@@ -262,6 +262,7 @@ def round_open(
     theta: bytes,
     roster: tuple[bytes, ...],
     momentum: bytes = bytes(32),
+    steps: int = 0,
 ) -> RoundOpen:
     """The record of a round.
 
@@ -269,7 +270,7 @@ def round_open(
         config, task, plan, federation_id, index: what runs.
         theta: the model's hash.
         roster: the sorted identities that joined.
-        momentum: hash of the outer momentum, where participants verify sums.
+        momentum, steps: hash of the outer momentum and the outer steps so far, where participants verify sums.
     """
     seed = sketch_seed(federation_id, index)
     return RoundOpen(
@@ -304,6 +305,7 @@ def round_open(
         per_person=plan.per_person,
         verify_sum=config.secagg.verify_sum,
         momentum_hash=momentum,
+        steps=steps,
         roster=roster,
     )
 

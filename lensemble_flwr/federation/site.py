@@ -46,6 +46,8 @@ from lensemble_flwr.json_log import JsonFormatter
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
+_CHAIN_HEAD = 68
+
 
 class _SilentFileHandler(RotatingFileHandler):
     """What cannot be logged is lost: logging's own fallback prints the record, values and all, to stderr."""
@@ -308,21 +310,21 @@ class Site:
         return self.folder / "sums" / f"{federation_id.hex()}.{kind}"
 
     def save_chain(self, federation_id: bytes, head: bytes, state: np.ndarray) -> None:
-        """Replace the model, with its momentum, that this site knows to be right; ``head`` (64 bytes) names it."""
+        """Replace the model, with its momentum, that this site knows to be right; ``head`` (68 bytes) names it."""
         atomic_write(self._sums(federation_id, "state"), head + state.tobytes())
 
     def chain_head(self, federation_id: bytes) -> bytes | None:
         """The name of the model that :meth:`save_chain` kept, or None."""
         try:
             with open(self._sums(federation_id, "state"), "rb") as file:
-                head = file.read(64)
+                head = file.read(_CHAIN_HEAD)
         except FileNotFoundError:
             return None
-        return head if len(head) == 64 else None
+        return head if len(head) == _CHAIN_HEAD else None
 
     def chain_values(self, federation_id: bytes, dtype: str, start: int, count: int) -> np.ndarray:
         """``count`` values of what :meth:`save_chain` kept, from byte ``start`` after its name; fewer if there are."""
-        return np.fromfile(self._sums(federation_id, "state"), dtype, count, offset=64 + start)
+        return np.fromfile(self._sums(federation_id, "state"), dtype, count, offset=_CHAIN_HEAD + start)
 
     def drop_chain(self, federation_id: bytes) -> None:
         """Forget a model that turned out to be damaged."""

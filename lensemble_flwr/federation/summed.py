@@ -52,8 +52,10 @@ def sum_reader(packed: np.ndarray, ring: RingParams) -> projection.Read:
 
     def read(part: slice) -> np.ndarray:
         raw = packed[width * part.start : width * part.stop]
-        lanes = np.zeros((part.stop - part.start, ring.lane.itemsize), np.uint8)
-        lanes[:, :width] = raw.reshape(-1, width)
+        if ring.bits != 24:
+            return raw.copy().view(f"<i{width}").astype(np.int32, copy=False)  # the copy is aligned
+        lanes = np.zeros((part.stop - part.start, 4), np.uint8)
+        lanes[:, :3] = raw.reshape(-1, 3)
         return center(lanes.reshape(-1).view(ring.lane), ring)
 
     return read

@@ -55,6 +55,7 @@ OPEN = RoundOpen(
     per_person=1,
     verify_sum=True,
     momentum_hash=b"m" * 32,
+    steps=2,
     roster=(b"\x01" * 32, b"\x02" * 32, b"\x03" * 32),
 )
 CLOSE = RoundClose(b"f" * 32, 3, Outcome.COMMITTED, b"o" * 32, b"t" * 32, b"s" * 32, (b"\x01" * 32,))
@@ -147,7 +148,7 @@ def test_an_unknown_kind_of_privacy_is_refused(name: str) -> None:
 def test_digest_covers_every_field() -> None:
     # A coin and a discrete Gaussian exclude each other; no momentum is named where sums are not verified.
     opened = dataclasses.replace(OPEN, sample_rate=1.0)
-    plain = dataclasses.replace(opened, verify_sum=False, momentum_hash=bytes(32))
+    plain = dataclasses.replace(opened, verify_sum=False, momentum_hash=bytes(32), steps=0)
     seen = {opened.digest()}
     for field in dataclasses.fields(OPEN):
         if field.name == "verify_sum":

@@ -24,6 +24,7 @@ from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.records import Outcome, PendingSum, RoundClose, RoundOpen, SumOpening
 from lensemble_flwr.federation.run_folder import StoredSum
 from lensemble_flwr.federation.summed import advance, pack_state, pack_sum, sum_reader, unpack_state
+from lensemble_flwr.federation.task import sketch_seed
 from lensemble_flwr.federation.wire import BODY, CLOSES, OPENING, VECTOR, Refusal, Stage
 from lensemble_flwr.secagg import RingParams, ServerSession, signing
 from lensemble_flwr.secagg import wire as secagg_wire
@@ -364,6 +365,39 @@ def test_without_anybody_who_can_check_a_model_is_not_trained_on(tmp_path: Path)
     silent_after(run, lambda: run.start(step=lambda *a, **k: tuple(1.5 * x for x in outer_step(*a, **k))))
     assert trained(run) == [1] * 4
     assert set(causes(run, Stage.SHARE)) == {"sum_unverified"}
+
+
+def test_an_older_model_does_not_come_back(tmp_path: Path) -> None:
+    """Not even on the word of members that missed the rounds since and honestly stand at the older one."""
+    numbers = "federation.participants=6 federation.min_participants=6 secagg.threshold=4 diloco.rounds=6"
+    run, laggards = federation(tmp_path, numbers), (104, 105)
+    first: list[RoundOpen] = []
+
+    def before(at: str, node: int, fields: Fields) -> Any:
+        done = len(run.rounds())
+        if node in laggards and (done, at) in ((1, Stage.SHARE), (2, Stage.OPEN)):
+            return False
+        if at != Stage.OPEN:
+            return None
+        opened = RoundOpen.decode(fields[BODY])
+        if done == 1:
+            first.append(opened)
+        if done != 3:
+            return None
+        older = {name: getattr(first[0], name) for name in ("theta_hash", "momentum_hash", "steps")}
+        forged = dataclasses.replace(opened, round=4, **seeds(run, opened, 4), **older)
+        return {**{k: v for k, v in fields.items() if k not in (OPENING, VECTOR)}, BODY: forged.encode(), CLOSES: b""}
+
+    run.transport.before = before
+    silent_after(run, run.start)
+    assert trained(run) == [3, 3, 3, 3, 1, 1]
+    assert causes(run) == ["sum_forged"] * len(causes(run))
+    assert {node for at, node, _ in run.transport.errors if at == Stage.OPEN} == {100, 101, 102, 103}
+
+
+def seeds(run: Federation, opened: RoundOpen, index: int) -> dict[str, Any]:
+    seed = sketch_seed(opened.federation_id, index)
+    return {"sketch_seed": seed, "sketch_hash": run.task.sketch_hash(seed)}
 
 
 # ---------------------------------------------------------------- withheld sums

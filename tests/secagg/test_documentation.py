@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from lensemble_flwr.config import load_config
 from lensemble_flwr.secagg import RingParams, Stage, default_threshold, message_size
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "secure-aggregation.md").read_text()
 
 
-def test_the_table_of_sizes() -> None:
+@pytest.mark.parametrize(("mark", "verify"), [("<!-- sizes", False), ("<!-- verified sizes", True)])
+def test_the_tables_of_sizes(mark: str, verify: bool) -> None:
     head = "| n | t | " + " | ".join(stage.name for stage in Stage) + " |"
-    table = PAGE[PAGE.index("<!-- sizes") :].splitlines()[1:]
+    table = PAGE[PAGE.index(mark) :].splitlines()[1:]
     assert table[0] == head
     for line, n in zip(table[2:6], (3, 10, 30, 100), strict=True):
-        sizes = (message_size(stage, n, n) for stage in Stage)
+        sizes = (message_size(stage, n, n, verify) for stage in Stage)
         assert line == "| " + " | ".join(map(str, (n, default_threshold(n, 1), *sizes))) + " |"
 
 
