@@ -176,7 +176,8 @@ class SecAggConfig:
     """Secure aggregation. ``range`` is the public per-coordinate bound used only when privacy is off.
 
     With ``pinned`` a participant that has not pinned a roster refuses to take part; ``consistency`` adds the stage in
-    which members compare what they were shown, by default (auto) where identities are pinned.
+    which members compare what they were shown, by default (auto) where identities are pinned. With ``early_keys`` the
+    last reply of a round brings the keys of the next, which saves an exchange a round.
     """
 
     enabled: bool
@@ -188,6 +189,7 @@ class SecAggConfig:
     allow_two_party: bool
     pinned: bool
     consistency: Literal["auto", True, False]
+    early_keys: bool
 
     def __post_init__(self) -> None:
         _require(

@@ -57,12 +57,14 @@ class Stage:
     JOIN = "query.join"
     OPEN = "query.open_round"
     SHARE = "query.share_keys"
+    OPEN_SHARE = "query.open_and_share"
+    """OPEN and SHARE in one, where the keys came with the last reply of the round before."""
     TRAIN = "train.masked_update"
     AGREE = "query.agree"
     UNMASK = "query.unmask"
     CLOSE = "query.close_round"
 
-    ALL = (JOIN, OPEN, SHARE, TRAIN, AGREE, UNMASK, CLOSE)
+    ALL = (JOIN, OPEN, SHARE, OPEN_SHARE, TRAIN, AGREE, UNMASK, CLOSE)
 
 
 BODY = "body"
@@ -71,6 +73,10 @@ VECTOR = "vector"
 """The field that holds a flat vector: theta (float32) downwards, the masked ring vector (unsigned) upwards."""
 ENVELOPES, CLOSES, THETA_HASH = "envelopes", "closes", "theta_hash"
 ATTEMPT = "attempt"
+KEYS = "keys"
+"""The keys of all, in OPEN_SHARE."""
+NEXT = "next"
+"""In UNMASK, 1: the reply ends in a KEYS message for the next round."""
 REFUSAL = "refusal"
 
 
@@ -122,14 +128,20 @@ def masked_body_bytes(roster: int) -> int:
     return HASH_BYTES + secagg_wire.message_size(secagg_wire.Stage.MASKED, roster, roster)
 
 
-def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expected:
+def keys_bytes(roster: int) -> int:
+    """Bytes of a KEYS message."""
+    return secagg_wire.message_size(secagg_wire.Stage.KEYS, roster, roster)
+
+
+def expected_reply(stage: str, request: bytes, opened: RoundOpen | None, *, with_keys: bool = False) -> Expected:
     """What a reply must look like, from the request, the RoundOpen and nothing else.
 
     Args:
         stage: the Flower message type.
-        request: SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how many shares it
+        request: SHARE and OPEN_SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how many shares it
             holds); not used otherwise.
         opened: the round that is open here; None before the first.
+        with_keys: UNMASK: whether keys for the next round were asked for.
     """
     if stage == Stage.JOIN:
         return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32), bytes(64)).encode()))
@@ -139,7 +151,7 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         raise ResidencyViolation(f"A reply to {stage} needs an open round.")
     n = len(opened.roster)
     if stage == Stage.OPEN:
-        return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n))
+        return Expected(keys_bytes(n))
     if stage == Stage.TRAIN:
         ring = RingParams(opened.ring_bits, n, opened.scale_log2, opened.dimension)
         return Expected(masked_body_bytes(n), ring.wire_bytes, "|u1")
@@ -147,8 +159,10 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         return Expected(secagg_wire.message_size(secagg_wire.Stage.CONSISTENCY, n, n))
     bitmap = request[secagg_wire.HEADER_BYTES : set_header_bytes(n)]
     members = len(secagg_wire.parse_members(bitmap, n))
-    kind = secagg_wire.Stage.SHARES if stage == Stage.SHARE else secagg_wire.Stage.REVEAL
-    return Expected(secagg_wire.message_size(kind, n, members))
+    if stage in (Stage.SHARE, Stage.OPEN_SHARE):
+        return Expected(secagg_wire.message_size(secagg_wire.Stage.SHARES, n, members))
+    reveal = secagg_wire.message_size(secagg_wire.Stage.REVEAL, n, members)
+    return Expected(reveal + (keys_bytes(n) if with_keys else 0))
 
 
 _BY_ERROR: tuple[tuple[type[LensembleError], Refusal], ...] = (

@@ -55,7 +55,7 @@ class ClientSession:
             SecureAggregationError: wrong_state.
         """
         pair = _public(self._expect(state.Fresh))
-        return self._signed(Stage.KEYS, self._params.hash, b"".join(pair))
+        return self._signed(Stage.KEYS, self._params.keys_signed_for, b"".join(pair))
 
     def shares(self, roster_keys: bytes) -> bytes:
         """Stage 2: share the self-mask seed and the mask key among U1; the coordinator carries sealed envelopes.
@@ -79,7 +79,7 @@ class ClientSession:
         params.require_enough(len(u1), "sent keys")
         for j, entry in entries.items():
             pair, signature = wire.unsigned(entry)
-            signing.verify(signature, Stage.KEYS, params.hash, params.identity(j), pair)
+            signing.verify(signature, Stage.KEYS, params.keys_signed_for, params.identity(j), pair)
         t1 = transcript.keyed(params.hash, ((params.identity(j), entries[j]) for j in u1))
 
         seed = draw(self._entropy, 32)
@@ -306,6 +306,26 @@ class ClientSession:
         session._bind(params, identity, sign, entropy)
         return session
 
+    @classmethod
+    def from_keys(
+        cls, secret: bytes, params: SessionParams, identity: bytes, sign: Sign, *, entropy: Entropy = os.urandom
+    ) -> ClientSession:
+        """A session whose keys :func:`keys_ahead` made. The caller lets each secret into one session only.
+
+        Args:
+            secret: as :func:`keys_ahead` gave it.
+            params: with the `keys_binding` that the keys are signed for.
+
+        Raises:
+            SecureAggregationError: malformed_message for something else, inconsistent_roster for a stranger.
+        """
+        if len(secret) != _SECRET_BYTES:
+            raise wire.malformed("The keys that were made ahead are damaged.")
+        session = cls.__new__(cls)
+        session._bind(params, identity, sign, entropy)
+        session._state = state.Fresh(bytearray(secret[:32]), bytearray(secret[32:]))
+        return session
+
     def wipe(self) -> None:
         """Overwrite all secrets; every later stage is refused. That the session had answered is not forgotten."""
         if self._state.phase is not state.Phase.REVEALED:
@@ -333,6 +353,21 @@ class ClientSession:
 
     def _name(self, position: int) -> str:
         return self._params.identity(position).hex()
+
+
+_SECRET_BYTES = 64
+
+
+def keys_ahead(binding: bytes, identity: bytes, sign: Sign, *, entropy: Entropy = os.urandom) -> tuple[bytes, bytes]:
+    """Fresh keys for a round that is not open yet: (both private keys, **secret**; the KEYS message).
+
+    Args:
+        binding: 32 bytes that name the round as far as it is known, see :attr:`SessionParams.keys_binding`.
+    """
+    fresh = state.Fresh(bytearray(draw(entropy, 32)), bytearray(draw(entropy, 32)))
+    body = b"".join(_public(fresh))
+    message = wire.pack(Stage.KEYS, binding, body, sign(signing.statement(Stage.KEYS, binding, identity, body)))
+    return bytes(fresh.c_private + fresh.s_private), message
 
 
 def _public(fresh: state.Fresh) -> tuple[bytes, bytes]:

@@ -38,6 +38,8 @@ class SessionParams:
         colluders: k >= 1, members that may pool their views with the coordinator.
         allow_two_party: explicit consent to a roster of two.
         consistency: whether members compare their views, by signatures of at least t of them, before they reveal.
+        keys_binding: what KEYS are signed for, 32 bytes, where members made them before the RoundOpen was known; None:
+            they are signed for T0. Everything after KEYS is bound to T0 and T1 either way.
 
     Raises:
         SecureAggregationError: policy_violation, naming the rule.
@@ -52,6 +54,7 @@ class SessionParams:
     colluders: int = 1
     allow_two_party: bool = False
     consistency: bool = False
+    keys_binding: bytes | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -94,6 +97,8 @@ class SessionParams:
         flags = (self.allow_two_party, self.consistency)
         if type(self.ring) is not RingParams or any(type(flag) is not bool for flag in flags):
             raise _refuse("ring must be RingParams, allow_two_party and consistency a bool.")
+        if self.keys_binding is not None and not is_bytes32(self.keys_binding):
+            raise _refuse("keys_binding must be 32 bytes or None.")
         for name in ("attempt", "threshold", "min_survivors", "colluders"):
             if type(getattr(self, name)) is not int:
                 raise _refuse(f"{name} must be an integer.")
@@ -120,7 +125,13 @@ class SessionParams:
                 int(self.allow_two_party),
                 int(self.consistency),
             ),
+            keys_binding=self.keys_binding or b"",
         )
+
+    @property
+    def keys_signed_for(self) -> bytes:
+        """The binding of KEYS messages and of their signatures."""
+        return self.keys_binding or self.hash
 
     def position(self, identity: bytes) -> int:
         """Roster position from 1. Raises SecureAggregationError: inconsistent_roster for a stranger."""
