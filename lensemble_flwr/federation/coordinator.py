@@ -257,7 +257,9 @@ class Coordinator:
             isinstance(whole, np.ndarray)
             and whole.shape == (self.task.dimension,)
             and whole.flags.c_contiguous
-            and all(v.base is whole and _offset(v, whole) == p.start for v, p in zip(parts, self.task.layout, strict=True))
+            and all(
+                v.base is whole and _offset(v, whole) == p.start for v, p in zip(parts, self.task.layout, strict=True)
+            )
         ):
             return whole
         return np.concatenate([part.reshape(-1) for part in parts])

@@ -267,7 +267,9 @@ class RunFolder:
                 raw, total, digest = file["survivors"].tobytes(), file["total"], file["digest"].tobytes()
             if total.dtype.kind != "i" or total.ndim != 1 or len(raw) % 32:
                 raise ValueError("not a sum")
-            stored = StoredSum(total.astype(np.int64, copy=False), tuple(raw[i : i + 32] for i in range(0, len(raw), 32)))
+            stored = StoredSum(
+                total.astype(np.int64, copy=False), tuple(raw[i : i + 32] for i in range(0, len(raw), 32))
+            )
             if stored.digest() != digest:
                 raise ValueError("its digest does not match")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

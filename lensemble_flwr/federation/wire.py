@@ -138,8 +138,8 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None, *, with
 
     Args:
         stage: the Flower message type.
-        request: SHARE and OPEN_SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how many shares it
-            holds); not used otherwise.
+        request: SHARE and OPEN_SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how
+            many shares it holds); not used otherwise.
         opened: the round that is open here; None before the first.
         with_keys: UNMASK: whether keys for the next round were asked for.
     """

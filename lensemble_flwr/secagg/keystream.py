@@ -7,7 +7,8 @@ ring additions commute.
 
 How it is computed: AES-GCM with the nonce BE32(s) || 0^8 encrypts from exactly that counter block, so the ciphertext
 of zeros is the keystream, too. OpenSSL's GCM is up to twice as fast as its CTR on processors with AVX-512, and half as
-fast on others, so a process tries both once. The tag is never asked for. The walk is in blocks that stay in the core's cache: for every block, one reused buffer receives each key's keystream and is
+fast on others, so a process tries both once. The tag is never asked for. The walk is in blocks that stay in the core's
+cache: for every block, one reused buffer receives each key's keystream and is
 added at once, so no mask of the vector's length ever exists.
 """
 

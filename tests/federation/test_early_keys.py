@@ -75,8 +75,8 @@ def test_off_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.UNMASK])
 def test_after_a_dropout_the_keys_are_asked_for_again(tmp_path: Path, stage: str) -> None:
     federation = Federation(tmp_path, EARLY)
-    federation.transport.before = lambda at, node, fields: not (
-        at == stage and node == NODE and in_round(federation, 0)
+    federation.transport.before = lambda at, node, fields: (
+        not (at == stage and node == NODE and in_round(federation, 0))
     )
     federation.start()
     assert [opening[0] for opening in stages(federation)] == [Stage.OPEN, Stage.OPEN, Stage.OPEN_SHARE]

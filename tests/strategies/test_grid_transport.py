@@ -68,7 +68,9 @@ def test_an_error_reply_of_a_lost_node_is_nobodys_reply() -> None:
 def test_messages_die_with_the_timeout_and_theta_is_serialised_once() -> None:
     grid = FakeGrid(body_reply)
     theta = np.ones(4, np.float32)
-    list(GridTransport(grid).exchange(Stage.TRAIN, {n: {VECTOR: theta, "envelopes": b"e"} for n in (1, 2)}, timeout=7.0))  # type: ignore[arg-type]
+    list(
+        GridTransport(grid).exchange(Stage.TRAIN, {n: {VECTOR: theta, "envelopes": b"e"} for n in (1, 2)}, timeout=7.0)
+    )  # type: ignore[arg-type]
     assert {m.metadata.ttl for m in grid.sent} == {7.0}
     records = [m.content.array_records[ARRAYS] for m in grid.sent]
     assert records[0] is records[1]
@@ -158,7 +160,9 @@ def test_a_vector_over_the_size_is_refused_before_it_is_parsed() -> None:
 
 
 def large_reply(message: Message) -> Message:
-    content = RecordDict({FIELDS: ConfigRecord({BODY: b"root"}), ARRAYS: to_record(np.full(2 * PART_BYTES, 7, np.uint8))})
+    content = RecordDict(
+        {FIELDS: ConfigRecord({BODY: b"root"}), ARRAYS: to_record(np.full(2 * PART_BYTES, 7, np.uint8))}
+    )
     return Message(content, reply_to=message)
 
 
@@ -189,7 +193,9 @@ def test_large_vectors_are_pulled_one_by_one_and_let_go() -> None:
 def test_what_came_by_the_deadline_is_read_however_long_the_reader_takes() -> None:
     got = []
     requests = {n: {BODY: b"x"} for n in range(3)}
-    for node, _ in GridTransport(FakeGrid(large_reply)).exchange(Stage.TRAIN, requests, timeout=0.2, max_bytes=HELD_BYTES):  # type: ignore[arg-type]
+    for node, _ in GridTransport(FakeGrid(large_reply)).exchange(
+        Stage.TRAIN, requests, timeout=0.2, max_bytes=HELD_BYTES
+    ):  # type: ignore[arg-type]
         time.sleep(0.15)
         got.append(node)
     assert sorted(got) == [0, 1, 2]
