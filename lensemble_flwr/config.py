@@ -188,7 +188,8 @@ class SecAggConfig:
 
     With ``pinned`` a participant that has not pinned a roster refuses to take part; ``consistency`` adds the stage in
     which members compare what they were shown, by default (auto) where identities are pinned. With ``verify_sum``
-    members check that each new model is the outer step of the sum (docs/secure-aggregation.md, section 3).
+    members check that each new model is the outer step of the sum (docs/secure-aggregation.md, section 3). With
+    ``early_keys`` the last reply of a round brings the keys of the next, which saves an exchange a round.
     """
 
     enabled: bool
@@ -201,6 +202,7 @@ class SecAggConfig:
     pinned: bool
     consistency: Literal["auto", True, False]
     verify_sum: bool
+    early_keys: bool
 
     def __post_init__(self) -> None:
         _require(
@@ -213,6 +215,12 @@ class SecAggConfig:
         _require(
             self.assumed_colluders >= 1,
             f"secagg.assumed_colluders={self.assumed_colluders} must be at least 1: every peer knows its own share.",
+        )
+        _require(
+            not (self.early_keys and self.verify_sum),
+            "secagg.early_keys and secagg.verify_sum exclude each other: with its keys a member vouches for the model, "
+            "which it does not know yet when it sends them early.",
+            "Leave one of the two at false.",
         )
 
     @property
@@ -325,8 +333,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("model.proprio", self.proprio, ("none", "local"))
-
-    def __post_init__(self) -> None:
         for name in ("depth", "predictor_depth", "heads"):
             _at_most(f"model.{name}", getattr(self, name), 1024)
         for name in ("image_size", "patch", "width", "projector_width", "latent_dim", "predictor_width"):

@@ -40,7 +40,7 @@ class Checkpoint:
             for text in (name.encode(), raw.dtype.str.encode()):
                 digest.update(len(text).to_bytes(4, "big") + text)
             digest.update(len(raw.shape).to_bytes(4, "big") + b"".join(n.to_bytes(8, "big") for n in raw.shape))
-            digest.update(raw)
+            digest.update(raw.data)
         digest.update(json.dumps(self._header(), sort_keys=True, separators=(",", ":")).encode())
         return digest.digest()
 
@@ -96,7 +96,7 @@ def _file(tensors: dict[str, np.ndarray], header: dict[str, str]) -> Iterator[me
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in order:
-        yield memoryview(values[name].reshape(-1).view(np.uint8))
+        yield values[name].reshape(-1).view(np.uint8).data
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

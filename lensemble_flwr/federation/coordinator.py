@@ -30,7 +30,14 @@ from lensemble_flwr.errors import (
 from lensemble_flwr.federation.checkpoint import Checkpoint
 from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.outer import Step, checked_step, outer_step
-from lensemble_flwr.federation.plan import Plan, epsilon_after, make_plan, round_open, session_params
+from lensemble_flwr.federation.plan import (
+    Plan,
+    epsilon_after,
+    make_plan,
+    next_keys_binding,
+    round_open,
+    session_params,
+)
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
     JoinReply,
@@ -44,7 +51,19 @@ from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.summed import momentum_hash, pack_state, pack_sum
 from lensemble_flwr.federation.task import Task, theta_hash
-from lensemble_flwr.federation.wire import ATTEMPT, BODY, CLOSES, ENVELOPES, OPENING, VECTOR, Refusal, Stage
+from lensemble_flwr.federation.wire import (
+    ATTEMPT,
+    BODY,
+    CLOSES,
+    ENVELOPES,
+    KEYS,
+    NEXT,
+    OPENING,
+    VECTOR,
+    Refusal,
+    Stage,
+    keys_bytes,
+)
 from lensemble_flwr.secagg import RingParams, ServerSession, from_wire, signature_holds
 from lensemble_flwr.secagg.keystream import cores
 
@@ -165,6 +184,8 @@ class Coordinator:
     """Where participants verify sums: what those in the last committed one are sent of it, and the packed sum."""
     _vouching: set[bytes] = field(default_factory=set)
     """Members that hold the model that the round under way begins with."""
+    _early: tuple[bytes, dict[bytes, bytes]] | None = None
+    """(what they are signed for, KEYS messages by identity) that came with the last replies of the round before."""
 
     # ------------------------------------------------------------------ the whole run
 
@@ -561,7 +582,8 @@ class Coordinator:
             _Void: too few are left before anybody was asked to reveal.
             SecureAggregationError: after somebody was asked; the round is burnt.
         """
-        session = ServerSession(session_params(opened, attempt))
+        early, self._early = self._early, None  # for the first attempt at the next round, and no other
+        session, has_keys = self._with_early_keys(opened, attempt, early)
         need = max(opened.threshold, opened.min_survivors)
 
         def enough(present: tuple[bytes, ...], stage: str) -> None:
@@ -580,18 +602,23 @@ class Coordinator:
                     excluded(error.fields["cause"])
 
         request = {BODY: opened.encode(), ATTEMPT: attempt, CLOSES: last.encode() if last else b""}
-        owed = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
-        unseen = set(self._owed[0].survivors) - self._vouching if self._owed else set()
-        answers, refusals = self._ask(
-            Stage.OPEN, {i: {**request, **owed} if i in unseen else request for i in opened.roster}
-        )
-        self._budget_refusals(opened, refusals)
-        take(session.add_keys, {i: r.body for i, r in answers.items()})
-        self._vouching |= session.vouching
-        enough(session.u1, "keys")
+        if has_keys:
+            request[KEYS] = session.roster_keys()
+            answers, refusals = self._ask(Stage.OPEN_SHARE, {i: request for i in opened.roster})
+            self._budget_refusals(opened, refusals)
+        else:
+            owed = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
+            unseen = set(self._owed[0].survivors) - self._vouching if self._owed else set()
+            answers, refusals = self._ask(
+                Stage.OPEN, {i: {**request, **owed} if i in unseen else request for i in opened.roster}
+            )
+            self._budget_refusals(opened, refusals)
+            take(session.add_keys, {i: r.body for i, r in answers.items()})
+            self._vouching |= session.vouching
+            enough(session.u1, "keys")
 
-        roster_keys = session.roster_keys()
-        answers, _ = self._ask(Stage.SHARE, {i: {BODY: roster_keys} for i in session.u1})
+            roster_keys = session.roster_keys()
+            answers, _ = self._ask(Stage.SHARE, {i: {BODY: roster_keys} for i in session.u1})
         take(session.add_shares, {i: r.body for i, r in answers.items()})
         enough(session.u2, "shares")
 
@@ -633,7 +660,14 @@ class Coordinator:
             question = session.confirmed()
         self.folder.mark_asked(opened.round)
         self.on_event("asked", {"round": opened.round})
-        answers, _ = self._ask(Stage.UNMASK, {i: {BODY: question} for i in session.signers})
+        ahead = self.config.secagg.early_keys and opened.round + 1 < opened.rounds
+        asked = {BODY: question, NEXT: 1} if ahead else {BODY: question}
+        answers, _ = self._ask(Stage.UNMASK, {i: asked for i in session.signers})
+        if ahead:
+            cut = -keys_bytes(len(opened.roster))
+            keys = {i: r.body[cut:] for i, r in answers.items()}
+            self._early = next_keys_binding(opened.federation_id, opened.round + 1, opened.digest()), keys
+            answers = {i: Reply(r.body[:cut]) for i, r in answers.items()}
         take(session.add_reveal, {i: r.body for i, r in answers.items()})
         total = session.unmask(threads=cores())
         self._check_norm(opened, total, len(session.u3))
@@ -642,6 +676,24 @@ class Coordinator:
         self.folder.store_sum(opened.round, stored)
         self.on_event("sum_stored", {"round": opened.round})
         return stored
+
+    @staticmethod
+    def _with_early_keys(
+        opened: RoundOpen, attempt: int, early: tuple[bytes, dict[bytes, bytes]] | None
+    ) -> tuple[ServerSession, bool]:
+        """(a session, whether it has everybody's keys from the round before).
+
+        Unless every member of the roster sent keys that fit, none are used: somebody joined or dropped out.
+        """
+        if early is not None and set(opened.roster) <= set(early[1]):
+            session = ServerSession(session_params(opened, attempt, early[0]))
+            try:
+                for identity in opened.roster:
+                    session.add_keys(identity, early[1][identity])
+                return session, True
+            except SecureAggregationError:  # that member is asked anew, as everybody is
+                pass
+        return ServerSession(session_params(opened, attempt)), False
 
     @staticmethod
     def _check_norm(opened: RoundOpen, total: np.ndarray, count: int) -> None:

@@ -15,7 +15,9 @@ from lensemble_flwr.federation.wire import (
     BODY,
     CLOSES,
     ENVELOPES,
+    KEYS,
     MAX_REQUEST_BYTES,
+    NEXT,
     OPENING,
     Expected,
     Outgoing,
@@ -77,15 +79,19 @@ def handle(
     opened, envelopes = participant.public_round(), participant.memory.get(ENVELOPES, b"")
     if opened is not None and stage in _WITHIN:
         _say_which(opened)
-    if stage == Stage.OPEN:
+    if stage in (Stage.OPEN, Stage.OPEN_SHARE):
         attempt = fields.get(ATTEMPT)
         if type(attempt) is not int or not 0 < attempt < 2**32:
             raise refused("The attempt is not a number.", Refusal.PROTOCOL)
         body, closes = (one_body(fields, name, MAX_REQUEST_BYTES) for name in (BODY, CLOSES))
         _say_which(RoundOpen.decode(body))
-        opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
-        reply = participant.open_round(body, attempt, closes, opening, vector)
-        return reply, expected_reply(stage, b"", participant.public_round())
+        if stage == Stage.OPEN:
+            opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
+            reply, keys = participant.open_round(body, attempt, closes, opening, vector), b""
+        else:
+            keys = one_body(fields, KEYS, MAX_REQUEST_BYTES)
+            reply = participant.open_and_share(body, attempt, closes, keys)
+        return reply, expected_reply(stage, keys, participant.public_round())
     if stage == Stage.TRAIN:
         reply = (train or participant.masked_update)(vector, one_body(fields, ENVELOPES, MAX_REQUEST_BYTES))
         return reply, expected_reply(stage, b"", opened)
@@ -98,7 +104,10 @@ def handle(
     if stage == Stage.AGREE:
         return participant.agree(body), expected_reply(stage, b"", opened)
     if stage == Stage.UNMASK:
-        return participant.unmask(body), expected_reply(stage, envelopes, opened)
+        ahead = fields.get(NEXT, 0)
+        if type(ahead) is not int or ahead not in (0, 1):
+            raise refused("Whether to make keys is neither 0 nor 1.", Refusal.PROTOCOL)
+        return participant.unmask(body, bool(ahead)), expected_reply(stage, envelopes, opened, with_keys=bool(ahead))
     if stage == Stage.CLOSE:
         _say_which(RoundClose.decode(body))
         opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""

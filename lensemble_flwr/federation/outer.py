@@ -114,7 +114,7 @@ def checked_step(
             mean = mean_of_sum(total[part], scale_log2, count, sample_rate)
             made = step(params[part], momentum[part], mean, lr, mu, block=block)
             for digest, value in zip(digests, made, strict=True):
-                digest.update(np.ascontiguousarray(value))
+                digest.update(np.ascontiguousarray(value).data)
             if keep:
                 new_params[part], new_momentum[part] = made
         return "".join(digest.hexdigest() for digest in digests)

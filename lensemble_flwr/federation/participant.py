@@ -19,8 +19,9 @@ import numpy as np
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.data import commitment
 from lensemble_flwr.errors import STOPS, ContractViolation, PrivacyBudgetExceeded
+from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.model_chain import ModelChain
-from lensemble_flwr.federation.plan import make_plan, opened_charge, session_params
+from lensemble_flwr.federation.plan import make_plan, next_keys_binding, opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
@@ -39,12 +40,17 @@ from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused
 from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 from lensemble_flwr.privacy.noise import OsEntropy
-from lensemble_flwr.secagg import ClientSession, to_wire
+from lensemble_flwr.secagg import ClientSession, keys_ahead, to_wire
 from lensemble_flwr.secagg.keystream import cores
 
 ACK = b"\x01"
 _PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
-_OPEN, _ATTEMPT, _SESSION = "open", "attempt", "session"
+_OPEN, _ATTEMPT, _KEYS, _SESSION, _NEXT = "open", "attempt", "keys", "session", "next"
+_NAMED = 36
+
+
+def _name(federation_id: bytes, round_index: int) -> bytes:
+    return federation_id + round_index.to_bytes(4, "big")
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,18 @@ class SiteParticipant:
             SecureAggregationError: the sum is forged or withheld; this site then never trains on what it gave.
             PolicyViolation, PrivacyBudgetExceeded, LedgerError: as their names say; nothing was charged.
         """
+        opened, vouches = self._enter(body, closes, opening, packed_sum)
+        session = ClientSession(session_params(opened, attempt), self.site.identity, self.site.sign)
+        keys = session.keys(vouches=vouches)
+        self.memory.pop(_NEXT, None)
+        self.memory[_KEYS] = b""
+        self._remember(opened, attempt, session)
+        return Outgoing(keys)
+
+    def _enter(
+        self, body: bytes, closes: bytes | None, opening: bytes = b"", packed_sum: np.ndarray | None = None
+    ) -> tuple[RoundOpen, bool]:
+        """(the RoundOpen, whether this site vouches for its model). What the round before left open is settled."""
         opened = RoundOpen.decode(body)
         self._check(opened)
         self.dataset_root(opened.federation_id)
@@ -203,10 +221,7 @@ class SiteParticipant:
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             if entry.state is None:
                 self._budget_left(ledger, opened)
-        session = ClientSession(session_params(opened, attempt), self.site.identity, self.site.sign)
-        keys = session.keys(vouches=vouches)
-        self._remember(opened, attempt, session)
-        return Outgoing(keys)
+        return opened, vouches
 
     def _check(self, opened: RoundOpen) -> None:
         self.check_run()
@@ -292,6 +307,35 @@ class SiteParticipant:
         self._remember(opened, attempt, session)
         return Outgoing(shares)
 
+    def open_and_share(self, body: bytes, attempt: int, closes: bytes | None, roster_keys: bytes) -> Outgoing:
+        """Stages 1 and 2 in one, with the keys that :meth:`unmask` sent in the round before.
+
+        They promised nothing: every check of :meth:`open_round` is made here. They serve one session, whatever state
+        Flower hands out, because that they were used is on the site's disk before shares are dealt.
+
+        Raises:
+            RoundError, PolicyViolation, PrivacyBudgetExceeded, LedgerError: as :meth:`open_round`; also if there are no
+                keys for this round here, or they were used.
+            SecureAggregationError: as :meth:`share_keys`.
+        """
+        kept = self.memory.get(_NEXT)
+        if kept is None:
+            raise refused("There are no keys for a next round here.", Refusal.PROTOCOL)
+        opened, _ = self._enter(body, closes)
+        fid, index = opened.federation_id, opened.round
+        named, before, secret = kept[:_NAMED], kept[_NAMED : _NAMED + HASH_BYTES], kept[_NAMED + HASH_BYTES :]
+        if named != _name(fid, index):
+            raise refused("The keys here were made for another round.", Refusal.PROTOCOL)
+        self.site.session_once(fid, index, kept)
+        del self.memory[_NEXT]
+        binding = next_keys_binding(fid, index, before)
+        params = session_params(opened, attempt, binding)
+        session = ClientSession.from_keys(secret, params, self.site.identity, self.site.sign)
+        shares = session.shares(roster_keys)
+        self.memory[_KEYS] = binding
+        self._remember(opened, attempt, session)
+        return Outgoing(shares)
+
     # ------------------------------------------------------------------ stage 3: theta, envelopes -> masked update
 
     def masked_update(self, given: np.ndarray | None, envelopes: bytes) -> Outgoing:
@@ -317,13 +361,14 @@ class SiteParticipant:
             release = self._stored(opened)
             if release is None:
                 release = self._fresh(opened, theta)
+        params = session_params(opened, attempt)
         lanes = session.masked(envelopes, release.q, threads=cores())
         if opened.verify_sum:
             self._chain(opened.federation_id).keep_key(opened, attempt, session.sum_key())
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]
-        return Outgoing(root + session.masked_message(root), to_wire(lanes, session_params(opened, attempt).ring))
+        return Outgoing(root + session.masked_message(root), to_wire(lanes, params.ring))
 
     def _theta(self, opened: RoundOpen, given: np.ndarray | None) -> np.ndarray:
         if opened.verify_sum:
@@ -444,18 +489,33 @@ class SiteParticipant:
 
     # ------------------------------------------------------------------ last stage: survivors -> one share per peer
 
-    def unmask(self, body: bytes) -> Outgoing:
-        """Answer once per round, for ever: the latch is on disk before the answer exists."""
+    def unmask(self, body: bytes, with_keys: bool = False) -> Outgoing:
+        """Answer once per round, for ever: the latch is on disk before the answer exists.
+
+        With ``with_keys`` the reply ends in fresh keys for the next round; their secrets stay in memory until it opens.
+        """
         opened, attempt, session = self._recall()
         # A question that would be refused must not use the one answer up.
         self._note_survivors(opened, attempt, session.check_question(body))
+        kept, keys = self._keys_ahead(opened) if with_keys else (b"", b"")
         self.site.answer_once(opened.federation_id, opened.round)
         try:
             reply = session.reveal(body)
         finally:
             session.wipe()
             self.memory.clear()
-        return Outgoing(reply)
+        if kept:
+            self.memory[_NEXT] = kept
+        return Outgoing(reply + keys)
+
+    def _keys_ahead(self, opened: RoundOpen) -> tuple[bytes, bytes]:
+        """(what is kept, the KEYS message) for the round after this one."""
+        fid, index = opened.federation_id, opened.round + 1
+        if not self.config.secagg.early_keys or index >= opened.rounds:
+            raise refused("There is no next round to make keys for.", Refusal.PROTOCOL)
+        before = opened.digest()
+        secret, message = keys_ahead(next_keys_binding(fid, index, before), self.site.identity, self.site.sign)
+        return _name(fid, index) + before + secret, message
 
     # ------------------------------------------------------------------ close
 
@@ -501,6 +561,7 @@ class SiteParticipant:
         opened = self.public_round()
         if opened is not None and opened.digest() == closed.open_hash:
             self.memory.clear()  # the secrets of a round that is over
+        self.memory.pop(_NEXT, None)
         if theta is not None:
             self.site.save_model(fid, theta, verified)
         return Outgoing(ACK)
@@ -582,7 +643,7 @@ class SiteParticipant:
         try:
             opened = RoundOpen.decode(self.memory[_OPEN])
             attempt = int.from_bytes(self.memory[_ATTEMPT], "big")
-            params = session_params(opened, attempt)
+            params = session_params(opened, attempt, self.memory[_KEYS] or None)
             session = ClientSession.from_bytes(self.memory[_SESSION], params, self.site.sign)
         except KeyError as error:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error

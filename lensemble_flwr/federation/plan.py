@@ -5,6 +5,7 @@ Coordinator, participants and preflight all compute them here, so that what is p
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -310,8 +311,20 @@ def round_open(
     )
 
 
-def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
+def next_keys_binding(federation_id: bytes, round_index: int, before: bytes) -> bytes:
+    """What keys for round ``round_index`` are signed for while its RoundOpen is not known.
+
+    Args:
+        before: hash of the RoundOpen of the round before it, whose unmask question the same reply answers.
+    """
+    text = b"lensemble keys of the next round\0" + federation_id + round_index.to_bytes(4, "big") + before
+    return hashlib.sha256(text).digest()
+
+
+def session_params(opened: RoundOpen, attempt: int, keys_binding: bytes | None = None) -> SessionParams:
     """The secure-aggregation parameters of one attempt at a round.
+
+    ``keys_binding``: what its keys were signed for, if they were made in the round before.
 
     Raises:
         SecureAggregationError: the round's numbers are unsafe (threshold, survivors, two parties).
@@ -327,6 +340,7 @@ def session_params(opened: RoundOpen, attempt: int) -> SessionParams:
         allow_two_party=opened.two_party,
         consistency=opened.consistency,
         verify=opened.verify_sum,
+        keys_binding=keys_binding,
     )
 
 

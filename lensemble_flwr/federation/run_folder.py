@@ -58,7 +58,7 @@ class StoredSum:
         """SHA-256 over the survivors and the total as int64, whatever its dtype here."""
         digest = hashlib.sha256(b"lensemble sum\0" + b"".join(self.survivors))
         for start in range(0, self.total.size, _PART):
-            digest.update(np.ascontiguousarray(self.total[start : start + _PART], "<i8"))
+            digest.update(np.ascontiguousarray(self.total[start : start + _PART], "<i8").data)
         return digest.digest()
 
     def mark(self) -> bytes:

@@ -136,7 +136,7 @@ def theta_hash(layout: tuple[Slice, ...], theta: np.ndarray) -> bytes:
         digest.update(len(name).to_bytes(4, "big") + name + len(part.shape).to_bytes(4, "big"))
         for extent in part.shape:
             digest.update(int(extent).to_bytes(8, "big"))
-    digest.update(np.ascontiguousarray(theta, dtype="<f4"))
+    digest.update(np.ascontiguousarray(theta, dtype="<f4").data)
     return digest.digest()
 
 

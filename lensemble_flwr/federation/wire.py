@@ -57,12 +57,14 @@ class Stage:
     JOIN = "query.join"
     OPEN = "query.open_round"
     SHARE = "query.share_keys"
+    OPEN_SHARE = "query.open_and_share"
+    """OPEN and SHARE in one, where the keys came with the last reply of the round before."""
     TRAIN = "train.masked_update"
     AGREE = "query.agree"
     UNMASK = "query.unmask"
     CLOSE = "query.close_round"
 
-    ALL = (JOIN, OPEN, SHARE, TRAIN, AGREE, UNMASK, CLOSE)
+    ALL = (JOIN, OPEN, SHARE, OPEN_SHARE, TRAIN, AGREE, UNMASK, CLOSE)
 
 
 BODY = "body"
@@ -74,6 +76,10 @@ Where participants verify sums: downwards also the packed sum, or theta with its
 """
 ENVELOPES, CLOSES, THETA_HASH, OPENING = "envelopes", "closes", "theta_hash", "opening"
 ATTEMPT = "attempt"
+KEYS = "keys"
+"""The keys of all, in OPEN_SHARE."""
+NEXT = "next"
+"""In UNMASK, 1: the reply ends in a KEYS message for the next round."""
 REFUSAL = "refusal"
 
 
@@ -125,14 +131,20 @@ def masked_body_bytes(roster: int, verify: bool = False) -> int:
     return HASH_BYTES + secagg_wire.message_size(secagg_wire.Stage.MASKED, roster, roster, verify)
 
 
-def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expected:
+def keys_bytes(roster: int, verify: bool = False) -> int:
+    """Bytes of a KEYS message."""
+    return secagg_wire.message_size(secagg_wire.Stage.KEYS, roster, roster, verify)
+
+
+def expected_reply(stage: str, request: bytes, opened: RoundOpen | None, *, with_keys: bool = False) -> Expected:
     """What a reply must look like, from the request, the RoundOpen and nothing else.
 
     Args:
         stage: the Flower message type.
-        request: SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how many shares it
-            holds); not used otherwise.
+        request: SHARE and OPEN_SHARE: the keys of all; UNMASK: the envelopes that this participant got (they tell how
+            many shares it holds); not used otherwise.
         opened: the round that is open here; None before the first.
+        with_keys: UNMASK: whether keys for the next round were asked for.
     """
     if stage == Stage.JOIN:
         return Expected(len(JoinReply(PROTOCOL_VERSION, bytes(32), bytes(32), bytes(64)).encode()))
@@ -142,7 +154,7 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         raise ResidencyViolation(f"A reply to {stage} needs an open round.")
     n, verify = len(opened.roster), opened.verify_sum
     if stage == Stage.OPEN:
-        return Expected(secagg_wire.message_size(secagg_wire.Stage.KEYS, n, n, verify))
+        return Expected(keys_bytes(n, verify))
     if stage == Stage.TRAIN:
         ring = RingParams(opened.ring_bits, n, opened.scale_log2, opened.dimension)
         return Expected(masked_body_bytes(n, verify), ring.wire_bytes, "|u1")
@@ -150,8 +162,10 @@ def expected_reply(stage: str, request: bytes, opened: RoundOpen | None) -> Expe
         return Expected(secagg_wire.message_size(secagg_wire.Stage.CONSISTENCY, n, n))
     bitmap = request[secagg_wire.HEADER_BYTES : set_header_bytes(n)]
     members = len(secagg_wire.parse_members(bitmap, n))
-    kind = secagg_wire.Stage.SHARES if stage == Stage.SHARE else secagg_wire.Stage.REVEAL
-    return Expected(secagg_wire.message_size(kind, n, members, verify))
+    if stage in (Stage.SHARE, Stage.OPEN_SHARE):
+        return Expected(secagg_wire.message_size(secagg_wire.Stage.SHARES, n, members, verify))
+    reveal = secagg_wire.message_size(secagg_wire.Stage.REVEAL, n, members, verify)
+    return Expected(reveal + (keys_bytes(n, verify) if with_keys else 0))
 
 
 _BY_ERROR: tuple[tuple[type[LensembleError], Refusal], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lensemble_flwr.secagg.client import keys_ahead
 from lensemble_flwr.secagg.ring import MAX_ROSTER, RingParams, center, decode, encode, from_wire, quantize, to_wire
 from lensemble_flwr.secagg.session import ClientSession, ServerSession, SessionParams, default_threshold
 from lensemble_flwr.secagg.signing import signature_holds
@@ -20,6 +21,7 @@ __all__ = [
     "default_threshold",
     "encode",
     "from_wire",
+    "keys_ahead",
     "message_size",
     "quantize",
     "signature_holds",

@@ -62,7 +62,7 @@ class ClientSession:
         """
         pair = _public(self._expect(state.Fresh))
         vouch = bytes([vouches]) if self._params.verify else b""
-        return self._signed(Stage.KEYS, self._params.hash, b"".join(pair) + vouch)
+        return self._signed(Stage.KEYS, self._params.keys_signed_for, b"".join(pair) + vouch)
 
     def shares(self, roster_keys: bytes, *, before: Callable[[], None] = lambda: None) -> bytes:
         """Stage 2: share the self-mask seed and the mask key among U1; the coordinator carries sealed envelopes.
@@ -89,7 +89,7 @@ class ClientSession:
         params.require_enough(len(u1), "sent keys")
         for j, entry in entries.items():
             signed, signature = wire.unsigned(entry)
-            signing.verify(signature, Stage.KEYS, params.hash, params.identity(j), signed)
+            signing.verify(signature, Stage.KEYS, params.keys_signed_for, params.identity(j), signed)
         if params.verify:
             self._require_vouchers({j for j, entry in entries.items() if entry[wire.KEY_PAIR_BYTES]})
         t1 = transcript.keyed(params.hash, ((params.identity(j), entries[j]) for j in u1))
@@ -363,6 +363,26 @@ class ClientSession:
         session._bind(params, identity, sign, entropy)
         return session
 
+    @classmethod
+    def from_keys(
+        cls, secret: bytes, params: SessionParams, identity: bytes, sign: Sign, *, entropy: Entropy = os.urandom
+    ) -> ClientSession:
+        """A session whose keys :func:`keys_ahead` made. The caller lets each secret into one session only.
+
+        Args:
+            secret: as :func:`keys_ahead` gave it.
+            params: with the `keys_binding` that the keys are signed for.
+
+        Raises:
+            SecureAggregationError: malformed_message for something else, inconsistent_roster for a stranger.
+        """
+        if len(secret) != _SECRET_BYTES:
+            raise wire.malformed("The keys that were made ahead are damaged.")
+        session = cls.__new__(cls)
+        session._bind(params, identity, sign, entropy)
+        session._state = state.Fresh(bytearray(secret[:32]), bytearray(secret[32:]))
+        return session
+
     def wipe(self) -> None:
         """Overwrite all secrets; every later stage is refused. That the session had answered is not forgotten."""
         self._forget_sum_key()
@@ -396,6 +416,21 @@ class ClientSession:
 def _reader(q: npt.NDArray[Any], ring: RingParams) -> projection.Read:
     """The payload as integers, whatever form it was given in."""
     return lambda part: center(q[part], ring) if q.dtype == ring.lane else q[part]
+
+
+_SECRET_BYTES = 64
+
+
+def keys_ahead(binding: bytes, identity: bytes, sign: Sign, *, entropy: Entropy = os.urandom) -> tuple[bytes, bytes]:
+    """Fresh keys for a round that is not open yet: (both private keys, **secret**; the KEYS message).
+
+    Args:
+        binding: 32 bytes that name the round as far as it is known, see :attr:`SessionParams.keys_binding`.
+    """
+    fresh = state.Fresh(bytearray(draw(entropy, 32)), bytearray(draw(entropy, 32)))
+    body = b"".join(_public(fresh))
+    message = wire.pack(Stage.KEYS, binding, body, sign(signing.statement(Stage.KEYS, binding, identity, body)))
+    return bytes(fresh.c_private + fresh.s_private), message
 
 
 def _public(fresh: state.Fresh) -> tuple[bytes, bytes]:

@@ -7,7 +7,8 @@ ring additions commute.
 
 How it is computed: AES-GCM with the nonce BE32(s) || 0^8 encrypts from exactly that counter block, so the ciphertext
 of zeros is the keystream, too. OpenSSL's GCM is up to twice as fast as its CTR on processors with AVX-512, and half as
-fast on others, so a process tries both once. The tag is never asked for. The walk is in blocks that stay in the core's cache: for every block, one reused buffer receives each key's keystream and is
+fast on others, so a process tries both once. The tag is never asked for. The walk is in blocks that stay in the core's
+cache: for every block, one reused buffer receives each key's keystream and is
 added at once, so no mask of the vector's length ever exists.
 """
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 SEGMENT = 1 << 20  # lanes; far below GCM's 64 GiB for one nonce
-BLOCK_BYTES = 3 << 16  # keystream, zeros and accumulator of one block share a core's L2 cache of 1 MiB
+BLOCK_BYTES = 1 << 17  # keystream, zeros and accumulator of one block share a core's L2 cache of 512 KiB
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 _CACHE_LINE = 64

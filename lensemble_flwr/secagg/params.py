@@ -39,6 +39,8 @@ class SessionParams:
         allow_two_party: explicit consent to a roster of two.
         consistency: whether members compare their views, by signatures of at least t of them, before they reveal.
         verify: whether members share a key with which they verify the sum that is published, see :mod:`.projection`.
+        keys_binding: what KEYS are signed for, 32 bytes, where members made them before the RoundOpen was known; None:
+            they are signed for T0. Everything after KEYS is bound to T0 and T1 either way.
 
     Raises:
         SecureAggregationError: policy_violation, naming the rule.
@@ -54,6 +56,7 @@ class SessionParams:
     allow_two_party: bool = False
     consistency: bool = False
     verify: bool = False
+    keys_binding: bytes | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -96,6 +99,10 @@ class SessionParams:
         flags = (self.allow_two_party, self.consistency, self.verify)
         if type(self.ring) is not RingParams or any(type(flag) is not bool for flag in flags):
             raise _refuse("ring must be RingParams, allow_two_party, consistency and verify a bool.")
+        if self.keys_binding is not None and not is_bytes32(self.keys_binding):
+            raise _refuse("keys_binding must be 32 bytes or None.")
+        if self.keys_binding is not None and self.verify:
+            raise _refuse("Keys that are made ahead cannot vouch for a model.")
         for name in ("attempt", "threshold", "min_survivors", "colluders"):
             if type(getattr(self, name)) is not int:
                 raise _refuse(f"{name} must be an integer.")
@@ -122,12 +129,18 @@ class SessionParams:
                 int(self.allow_two_party),
                 int(self.consistency) + 2 * int(self.verify),
             ),
+            keys_binding=self.keys_binding or b"",
         )
 
     @property
     def vouchers(self) -> int:
         """How many others must vouch for the model before one that cannot check it itself goes on: k may lie."""
         return min(self.colluders + 1, self.n - 1)
+
+    @property
+    def keys_signed_for(self) -> bytes:
+        """The binding of KEYS messages and of their signatures."""
+        return self.keys_binding or self.hash
 
     def position(self, identity: bytes) -> int:
         """Roster position from 1. Raises SecureAggregationError: inconsistent_roster for a stranger."""

@@ -106,7 +106,7 @@ class ServerSession:
     def add_keys(self, identity: bytes, message: bytes) -> None:
         """Stage 1. Raises key_agreement_failed for keys that every member would refuse, so that one cannot stop all."""
         position = self._sender(identity, self._u1 is None, range(1, self._params.n + 1), self._keys)
-        entry = self._unpack(message, Stage.KEYS, self._params.hash, 0, identity)
+        entry = self._unpack(message, Stage.KEYS, self._params.keys_signed_for, 0, identity)
         body, signature = wire.unsigned(entry)
         pair = (body[:32], body[32:64])
         if any(vouch > 1 for vouch in body[wire.KEY_PAIR_BYTES :]):
@@ -120,7 +120,7 @@ class ServerSession:
             raise SecureAggregationError(
                 "A public key is already another member's.", cause="key_agreement_failed", member=identity.hex()
             )
-        signing.verify(signature, Stage.KEYS, self._params.hash, identity, body)
+        signing.verify(signature, Stage.KEYS, self._params.keys_signed_for, identity, body)
         self._keys[position], self._entries[position] = pair, entry
         self._seen.update(pair)
 

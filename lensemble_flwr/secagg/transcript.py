@@ -19,12 +19,15 @@ PROTOCOL = b"LSA1"
 VERSION = 2
 
 
-def opening(*, open_hash: bytes, attempt: int, roster: tuple[bytes, ...], numbers: tuple[int, ...]) -> bytes:
-    """T0. `numbers` are the parameters in a fixed order, each a signed 64-bit integer."""
+def opening(
+    *, open_hash: bytes, attempt: int, roster: tuple[bytes, ...], numbers: tuple[int, ...], keys_binding: bytes = b""
+) -> bytes:
+    """T0. `numbers` are the parameters in a fixed order, each a signed 64-bit integer. `keys_binding` is what the keys
+    are signed for where they were made before T0 was known, else empty."""
     digest = hashlib.sha256(PROTOCOL + bytes([VERSION]) + open_hash + attempt.to_bytes(4, "big"))
     for number in numbers:
         digest.update(number.to_bytes(8, "big", signed=True))
-    digest.update(len(roster).to_bytes(4, "big") + b"".join(roster))
+    digest.update(len(roster).to_bytes(4, "big") + b"".join(roster) + keys_binding)
     return digest.digest()
 
 

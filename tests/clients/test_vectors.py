@@ -1,4 +1,4 @@
-"""A vector has one form on the wire; any other count, size, order or name of parts is no vector, before a byte is copied."""
+"""A vector has one form on the wire; another count, size, order or name of parts is none, before a byte is copied."""
 
 from __future__ import annotations
 
