@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.runtime, pytest.mark.slow]
 
 def test_a_lost_quorum_ends_the_run_and_resume_goes_on(deployment: Any, tmp_path: Path) -> None:
     gone = deployment.sites[2:]
-    overrides = [*OVERRIDES, "federation.join_timeout_s=30"]
+    overrides = [*OVERRIDES, f"federation.join_timeout_s={60 * PATIENCE:g}"]
     federation = Federation(deployment, overrides, tmp_path / "run")
     federation.start()
     federation.wait_for_rounds(1)
