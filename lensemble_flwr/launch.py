@@ -699,8 +699,8 @@ class _Run:
                 if self._run_id is None or self._stop is None:
                     raise _Interrupted
                 self._stop.touch()
-            except OSError as error:  # the ServerApp works in no folder of this machine: nobody would see it
-                raise _Interrupted from error
+            except OSError as fault:  # the ServerApp works in no folder of this machine: nobody would see it
+                raise _Interrupted from fault
             self._stop_at = now + self._grace
             self._on_line('LENSEMBLE|{"event": "stopping"}')
         if self._stop_at is not None and (self._signals.count > 1 or now > self._stop_at):

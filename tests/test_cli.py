@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 from lensemble_flwr import cli, launch
 from lensemble_flwr.config import load_config, split_overrides
 from lensemble_flwr.errors import ConfigError, LaunchError, PrivacyBudgetExceeded
+from lensemble_flwr.federation.manifest import git_revision
 from lensemble_flwr.launch import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,8 +241,52 @@ def test_preflight_that_refuses_leaves_no_folder(
     assert not Path("out").exists()
 
 
-def test_resume_uses_the_runs_own_overrides(
+def test_a_superlink_that_does_not_answer_is_told_before_anything_is_made(
+    federation: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = federation(DONE)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[superlink.lab]\naddress = "127.0.0.1:1"\ninsecure = true\n')
+    assert cli.main(["run", "experiment=linear", "--superlink", "lab"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("[LAUNCH] The SuperLink at 127.0.0.1:1 does not answer: Connection refused.\n")
+    assert cli.main(["run", "experiment=linear", "--superlink", "elsewhere"]) == 2
+    assert "PREFLIGHT" not in shown.out
+    assert calls == []
+    assert not Path("outputs").exists()
+
+
+def test_more_overrides_than_a_site_reads_are_refused_here(
+    federation: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lensemble_flwr.deploy.superlink.check_superlink", lambda name: None)
+    calls = federation(DONE)
+    many = ["seed=1"] * 300
+    assert cli.main(["run", "experiment=linear", "--superlink", "lab", *many]) == 2
+    assert "a site reads at most" in capsys.readouterr().err
+    assert calls == []
+    assert cli.main(["run", "experiment=linear", *many]) == 0  # here nobody else reads them
+
+
+def test_two_commands_do_not_work_in_one_folder(
     federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = federation(DONE)
+    Path("out").mkdir()
+    with open("out/flower.log", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 2
+        assert "Another lensemble run is working in" in capsys.readouterr().err
+        assert calls == []
+    assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 0
+    assert calls[0]["revision"] == git_revision(ROOT).replace("unknown", "")
+
+
+def test_resume_uses_the_runs_own_overrides(
+    federation: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = federation(DONE)
     Path("out").mkdir()
@@ -248,6 +294,7 @@ def test_resume_uses_the_runs_own_overrides(
     Path("out", "federation.json").write_text(json.dumps({"overrides": overrides}))
     assert cli.main(["run", "seed=1", "--resume", "out"]) == 2
     assert "leave the overrides out" in capsys.readouterr().err
+    monkeypatch.setattr("lensemble_flwr.deploy.superlink.check_superlink", lambda name: None)
     assert cli.main(["run", "--resume", "out", "--superlink", "lab"]) == 0
     (call,) = calls
     assert split_overrides(call["overrides"]) == overrides

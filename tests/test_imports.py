@@ -97,7 +97,7 @@ def test_flower_is_only_at_the_rim(name: str) -> None:
         ("import lensemble_flwr.privacy.ledger", "torch,flwr"),
         ("import lensemble_flwr.secagg", "torch,flwr"),
         ("import lensemble_flwr.federation.coordinator", "torch,flwr"),
-        ("import lensemble_flwr.federation.participant", "torch,flwr"),
+        ("import lensemble_flwr.federation.participant", "torch,flwr,scipy"),
     ],
 )
 def test_stages_that_do_not_train_do_not_load_torch(statement: str, unwanted: str) -> None:

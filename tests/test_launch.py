@@ -229,6 +229,36 @@ def test_signal_stops_in_order_and_a_second_at_once(stub: Stub) -> None:
     assert no_workspace_left()
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_a_run_elsewhere_is_stopped_through_its_folder(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """The ServerApp that works in the output folder of this machine ends in order; another one is stopped by Flower."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[superlink.lab]\naddress = "10.0.0.1:8000"\n')
+    out = tmp_path / "run"
+    monkeypatch.setenv("LENSEMBLE_STOP_FILE", str(out / "state" / "stop"))
+    if here:
+        (out / "state").mkdir(parents=True)
+
+    def send() -> None:
+        while not Path(f"{stub.plan}.calls").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    plan = {"run": ["WAIT"] if here else ["HANG"], "list": [["finished:failed", "[STOPPED] x"]]}
+    result, _ = stub.run(plan, superlink="lab", output=out)
+    assert (result.status, result.exit_status) == ("interrupted", 130)
+    assert ("stop" in [call[0] for call in stub.calls]) is not here
+
+
+def test_the_revision_goes_to_apps_that_know_the_key(stub: Stub) -> None:
+    stub.run({"run": [END]}, revision="a" * 40)
+    assert tomllib.loads(Path(f"{stub.plan}.toml").read_text())["revision"] == "a" * 40
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_dead_simulation_is_noticed(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_LOST_AFTER_S", 0.0)

@@ -21,11 +21,11 @@ from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from scipy.optimize import brentq
 
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation
 from lensemble_flwr.privacy import gaussian
 from lensemble_flwr.privacy.joint import joint_gaussian_mu as joint_gaussian_mu
+from lensemble_flwr.privacy.special import brentq
 
 STATE_VERSION = 1
 MAX_SIGMA = 1e6

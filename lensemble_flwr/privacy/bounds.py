@@ -16,12 +16,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
 
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy.gaussian import log_tail
 from lensemble_flwr.privacy.mechanism import TAIL
 from lensemble_flwr.privacy.noise import reach
+from lensemble_flwr.privacy.special import gammaln, logsumexp
 
 MIN_RING_STD = 2.0
 """Smallest s/g for a central claim: own noise std in ring steps."""

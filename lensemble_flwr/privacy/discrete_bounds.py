@@ -16,12 +16,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
 
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.privacy import bounds
 from lensemble_flwr.privacy.bounds import DeltaTerms
 from lensemble_flwr.privacy.discrete import MAX_STD, MIN_STD, fits
+from lensemble_flwr.privacy.special import gammaln, logsumexp
 
 _LOG_2 = math.log(2.0)
 _UP = 1e-9  # relative; far above the rounding errors here, and above the terms that the sums leave out

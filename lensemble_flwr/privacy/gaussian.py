@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 
-from scipy.special import erfcx, log_ndtr, ndtri_exp
-
 from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.privacy.special import erfcx, log_ndtr, ndtri_exp
 
 MARGIN = 2.0**-40
 """Relative amount by which mu is raised before it is used."""

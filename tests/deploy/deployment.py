@@ -68,13 +68,14 @@ def staged(target: Path, code: str = HANG) -> Path:
 
 def wait(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in {timeout_s:.0f} s"
         time.sleep(0.3)
 
 
-OVERRIDES = [*script().run_overrides(4, "linear", 3), "federation.timeout_s=120"]
+PATIENCE = script().PATIENCE
+OVERRIDES = [*script().run_overrides(4, "linear", 3), f"federation.timeout_s={120 * PATIENCE:g}"]
 
 
 class Federation:
@@ -91,7 +92,7 @@ class Federation:
     def end(self, timeout_s: float) -> int:
         """Exit status of ``lensemble run``."""
         assert self.process is not None
-        return self.process.wait(timeout_s)
+        return self.process.wait(timeout_s * PATIENCE)
 
     def rounds(self) -> list[dict[str, Any]]:
         path = self.out / "rounds.jsonl"
@@ -146,11 +147,11 @@ def kill_node(site: Any) -> None:
 
 def supervise(deployment: Any, site: Any, timeout_s: float = 240) -> None:
     """Start a SuperNode again and again, as its systemd unit does, until it stays (Flower refuses it for a minute)."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * PATIENCE
     while time.monotonic() < deadline:
         process = deployment.start_site(site)
         try:
-            process.wait(30)  # it checks the site, starts and asks to be let in
+            process.wait(30 * PATIENCE)  # it checks the site, starts and asks to be let in
         except subprocess.TimeoutExpired:
             return
         site.processes.clear()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.deploy.deployment import (
     OVERRIDES,
+    PATIENCE,
     Federation,
     assert_consistent,
     supervise,
@@ -20,30 +21,9 @@ from tests.deploy.deployment import (
 pytestmark = [pytest.mark.runtime, pytest.mark.slow]
 
 
-def test_a_supernode_that_is_away_for_three_rounds_comes_back(deployment: Any, tmp_path: Path) -> None:
-    site = deployment.sites[3]
-    federation = Federation(deployment, [*OVERRIDES[:-2], "diloco.rounds=8", OVERRIDES[-1]], tmp_path / "run")
-    federation.start()
-    federation.wait_for_rounds(1)
-    (node,) = site.processes
-    site.stop()
-    assert node.returncode == 0  # an orderly stop; it is taken again at once
-    federation.wait_for_rounds(5)
-    supervise(deployment, site)
-    assert federation.end(900) == 0
-    records = federation.rounds()
-    assert [r["outcome"] for r in records] == ["committed"] * 8
-    assert [r["roster"] for r in records[2:5]] == [3] * 3  # nobody waited for it
-    assert records[7]["participants"] == records[7]["roster"] == 4
-    mine = federation.states(site)
-    assert 7 in mine
-    assert not {2, 3, 4} & set(mine)
-    assert_consistent(federation)
-
-
 def test_a_lost_quorum_ends_the_run_and_resume_goes_on(deployment: Any, tmp_path: Path) -> None:
     gone = deployment.sites[2:]
-    overrides = [*OVERRIDES, "federation.join_timeout_s=30"]
+    overrides = [*OVERRIDES, f"federation.join_timeout_s={60 * PATIENCE:g}"]
     federation = Federation(deployment, overrides, tmp_path / "run")
     federation.start()
     federation.wait_for_rounds(1)
@@ -82,7 +62,7 @@ def test_orderly_stops_of_the_command_and_of_the_superlink(deployment: Any, tmp_
     federation.wait_for_rounds(done + 1)
     superlink = next(p for p in deployment.coordinator.processes if "superlink.sh" in str(p.args))
     superlink.send_signal(signal.SIGTERM)
-    assert superlink.wait(60) == 0
+    assert superlink.wait(60 * PATIENCE) == 0
     deployment.coordinator.processes.remove(superlink)
     ended = federation.end(300)
     assert ended == (0 if len(federation.rounds()) == 3 else 1)
@@ -98,6 +78,27 @@ def test_orderly_stops_of_the_command_and_of_the_superlink(deployment: Any, tmp_
         federation.start(resume=True)
         assert federation.end(600) == 0
     assert [r["outcome"] for r in federation.rounds()] == ["committed"] * 3
+    assert_consistent(federation)
+
+
+def test_a_supernode_that_is_away_for_three_rounds_comes_back(deployment: Any, tmp_path: Path) -> None:
+    site = deployment.sites[3]
+    federation = Federation(deployment, [*OVERRIDES[:-2], "diloco.rounds=8", OVERRIDES[-1]], tmp_path / "run")
+    federation.start()
+    federation.wait_for_rounds(1)
+    (node,) = site.processes
+    site.stop()
+    assert node.returncode == 0  # an orderly stop; it is taken again at once
+    federation.wait_for_rounds(5)
+    supervise(deployment, site)
+    assert federation.end(900) == 0
+    records = federation.rounds()
+    assert [r["outcome"] for r in records] == ["committed"] * 8
+    assert [r["roster"] for r in records[2:5]] == [3] * 3  # nobody waited for it
+    assert records[7]["participants"] == records[7]["roster"] == 4
+    mine = federation.states(site)
+    assert 7 in mine
+    assert not {2, 3, 4} & set(mine)
     assert_consistent(federation)
 
 

@@ -343,3 +343,42 @@ def test_a_central_budget_does_not_count_on_participants_that_nobody_pinned(
     )
     with pytest.raises(PolicyViolation, match="require_roster"):
         Site(tmp_path / "a").policy.check(opened, None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["site", "check"],
+        ["site", "roster"],
+        ["ledger", "show"],
+        ["ledger", "verify"],
+        ["coordinator", "nodes"],
+        ["coordinator", "ping"],
+        ["report"],
+    ],
+)
+def test_a_folder_that_is_not_there_ends_with_two(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert main([*words, str(folder)]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_site_that_lost_its_ledger_is_no_wrong_path(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("ledger.jsonl", "ledger.head"):
+        (site.folder / name).unlink()
+    for words in (["ledger", "show"], ["ledger", "verify"], ["site", "check", "--offline"]):
+        assert main([*words, str(site.folder)]) == 1
+
+
+def test_a_superlink_that_is_down_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "coordinator"
+    create_coordinator(folder, "lab", ["127.0.0.1"], 1)
+    capsys.readouterr()
+    for command in ("nodes", "ping"):
+        assert main(["coordinator", command, str(folder)]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("[LAUNCH] The SuperLink at 127.0.0.1:1 does not answer: Connection refused.\n")
+        assert "superlink.sh" in err

@@ -12,6 +12,7 @@ import pytest
 
 from lensemble_flwr.cli import main
 from lensemble_flwr.config import config_hash
+from lensemble_flwr.deploy.coordinator_folder import create_coordinator
 from lensemble_flwr.deploy.status import read_status
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import new_manifest
@@ -105,3 +106,17 @@ def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 2
     assert main(["status", str(tmp_path)]) == 2
+
+
+def test_a_superlink_that_is_down_hides_nothing_else(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "coordinator"
+    create_coordinator(folder, "lab", ["127.0.0.1"], 1)
+    assert main(["status", str(run), "--coordinator", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("completed: 2 of 2 rounds") or "rounds" in shown.splitlines()[0]
+    assert "sites: not known. The SuperLink at 127.0.0.1:1 does not answer: Connection refused." in shown
+    assert main(["status", str(run), "--coordinator", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["healthy"], found["sites"]) == (False, None)
