@@ -161,6 +161,22 @@ def test_a_video_is_searched_not_decoded_from_its_start(opened: Open) -> None:
     assert reader.decoded <= 4  # type: ignore[attr-defined]
 
 
+def test_episodes_may_lie_in_several_parquet_files_and_row_groups(copy, opened: Open) -> None:
+    path = copy("lerobot-v3")
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    wanted = [opened(path, cache=False).episode(e).actions for e in range(3)]
+    data, episodes = path / "data/chunk-000", path / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(data / "file-000.parquet")
+    pq.write_table(table.slice(0, 12), data / "file-000.parquet", row_group_size=5)
+    pq.write_table(table.slice(12), data / "file-001.parquet", row_group_size=4)
+    rows = pq.read_table(episodes)
+    rows = rows.set_column(rows.column_names.index("data/file_index"), "data/file_index", pa.array([0, 1, 1]))
+    pq.write_table(rows, episodes)
+    source = opened(path, cache=False)
+    for e in (2, 0, 1):
+        assert (source.episode(e).actions == wanted[e]).all()
+
+
 def test_data_bounds_are_the_smallest_and_largest_value(opened: Open) -> None:
     need("zarr")
     source = opened(FIXTURES / "zarr", action_bounds="data")
