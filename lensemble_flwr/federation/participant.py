@@ -41,6 +41,7 @@ from lensemble_flwr.secagg.keystream import cores
 
 ACK = b"\x01"
 _PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
+_OWN = bytes(32)  # no federation: salts the root that a site compares with itself
 _OPEN, _ATTEMPT, _SESSION = "open", "attempt", "session"
 
 
@@ -106,15 +107,18 @@ class SiteParticipant:
         try:
             hashes = self.task.episode_hashes(self.partition)
             root = commitment.root(hashes, self.site.dataset_salt(federation_id))
+            own = commitment.root(hashes, self.site.dataset_salt(_OWN)).hex()
         except Exception as error:
             if not self.config.privacy.enabled:
                 raise
             # Whether data can be read is private too: a root that binds nothing, and later zero updates.
             event = {"event": "dataset_unreadable"}
             self.site.log.error("the dataset root cannot be computed, a random one is sent: %s", error, extra=event)
-            root = secrets.token_bytes(32)
+            root, own = secrets.token_bytes(32), "unreadable"
         with self.site.ledger() as ledger:
-            ledger.event("dataset_root", {"federation": federation_id.hex(), "root": root.hex()})
+            # Roots of two federations cannot be compared; `recordings` says to the operator whether the data changed.
+            event_data = {"federation": federation_id.hex(), "root": root.hex(), "recordings": own}
+            ledger.event("dataset_root", event_data)
         self.site.keep_dataset_root(federation_id, root)
         return root
 

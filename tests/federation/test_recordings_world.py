@@ -19,7 +19,7 @@ from lensemble_flwr.model.spec import HeadSpec
 from tests.federation.harness import Federation
 from tests.federation.robots import public, record
 
-RUN = "experiment=recordings model=tiny warmstart.steps=30 diloco.rounds=2 diloco.inner_steps=3 inner.batch_size=8"
+RUN = "experiment=recordings model=tiny warmstart.steps=8 diloco.rounds=2 diloco.inner_steps=3 inner.batch_size=8"
 TWO = "federation.participants=2 federation.min_participants=2 secagg.min_survivors=2 secagg.allow_two_party=true"
 
 
@@ -120,7 +120,7 @@ def test_the_run_names_the_public_recordings_and_only_their_hash_names_the_start
     site_config = load_config(overrides.replace(str(folder / "public" / "sets.yaml"), "/nowhere"))
     own = WorldTask(site_config, None, SiteDataset(folder / "arm", RecordingSpec(), tmp_path / "cache"))
     assert own.base_hash == task.base_hash
-    with pytest.raises(ConfigError, match="data.public_sha256"):
+    with pytest.raises(ConfigError, match=r"data\.public_sha256"):
         _ = WorldTask(load_config(f"{RUN}"))._public_key
     wrong = " ".join(o for o in overrides.split() if "sha256" not in o) + f" data.public_sha256={'ab' * 32}"
     with pytest.raises(ConfigError, match="abab"):
