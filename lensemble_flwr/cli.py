@@ -190,7 +190,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sweep": (_sweep, "run a grid of configurations and compare them"),
     "preflight": (_preflight, "privacy, signal, bytes and time of a run, before it is started"),
     "report": (_report, "write a run's report again"),
-    "data": (_data, "a site's own recordings: inspect"),
+    "data": (_data, "a site's own recordings: inspect, prove, verify"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
     "status": (_status, "how a run stands, and which sites are connected"),
     "site": (_site, "a real participant in one folder: init, connect, roster, prepare, refresh, check"),

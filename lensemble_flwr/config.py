@@ -380,6 +380,7 @@ class WarmStartConfig:
     """The public warm start: trained steps, its weight of SIGReg, and the hash (hex) of the file every site must hold.
 
     0 steps: random weights, of which public pictures give only the mean image and the scale of the hidden units.
+    With ``path`` its encoder begins with the weights of that safetensors file, and ``sha256`` is the file's.
 
     ``lambda_sig`` is not the participants' (``objective.lambda_sig``): theirs see a part of the world only, and SIGReg
     would spread that part over the whole latent.
@@ -387,9 +388,16 @@ class WarmStartConfig:
 
     steps: int
     lambda_sig: float
+    path: str | None
     sha256: str | None
 
     def __post_init__(self) -> None:
+        if self.path is not None:
+            _require(
+                re.fullmatch(r"[0-9a-f]{64}", self.sha256 or "") is not None,
+                f"warmstart.path={self.path} needs warmstart.sha256, the SHA-256 of that file.",
+                f"sha256sum {self.path}",
+            )
         _require(self.steps >= 0, f"warmstart.steps must be at least 0, not {self.steps}.", "0: no training.")
         _require(
             math.isfinite(self.lambda_sig) and self.lambda_sig >= 0,
@@ -599,7 +607,8 @@ def _load(overrides: tuple[str, ...]) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = compose("config", overrides=[_addable(o) for o in overrides])
+            others = ["~task_options"] if _changes_task(overrides) else []
+            composed = compose("config", overrides=others + [_addable(o) for o in overrides])
         tree = OmegaConf.to_container(composed, resolve=False)
     except RecursionError as error:
         raise ConfigError("The overrides are nested too deeply.", "Write them as key=value.") from error
@@ -609,8 +618,19 @@ def _load(overrides: tuple[str, ...]) -> Config:
         GlobalHydra.instance().clear()
     assert isinstance(tree, dict)
     _refuse_interpolations(tree)
+    tree.setdefault("task_options", {})
     tree["overrides"] = list(overrides)
     return _build(Config, tree, "")
+
+
+def _changes_task(overrides: tuple[str, ...]) -> bool:
+    """Whether another task takes the place of an experiment's own, whose options would mean nothing to it."""
+    chosen = dict(o.split("=", 1) for o in overrides)
+    name = chosen.get("experiment", "")
+    if name not in _choices("experiment"):
+        return False
+    own = _file_of("experiment", name)
+    return "task_options" in own and chosen.get("task", own.get("task")).strip("'\"") != own.get("task")
 
 
 def _addable(override: str) -> str:
@@ -680,12 +700,17 @@ def _build(cls: type, tree: Any, path: str) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _world_defaults(name: str) -> dict[str, Any]:
-    """The keys of a world's own file, ``name`` among them."""
+def _file_of(group: str, name: str) -> dict[str, Any]:
+    """The keys of one file of a group."""
     from omegaconf import OmegaConf
 
+    return dict(OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml")))  # type: ignore[arg-type]
+
+
+def _world_defaults(name: str) -> dict[str, Any]:
+    """The keys of a world's own file, ``name`` among them."""
     _require(name in _choices("data"), f"There is no data={name}.", f"Choose one of: {', '.join(_choices('data'))}.")
-    return dict(OmegaConf.to_container(OmegaConf.load(conf_dir() / "data" / f"{name}.yaml")))  # type: ignore[arg-type]
+    return _file_of("data", name)
 
 
 def _data(tree: Any) -> DataConfig:

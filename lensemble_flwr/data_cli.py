@@ -110,6 +110,20 @@ def _progress(what: str) -> Callable[[int, int], None]:
     return show
 
 
+def _prove(argv: Sequence[str]) -> int:
+    from lensemble_flwr.deploy.commitment_cli import prove
+
+    return prove(argv)
+
+
+def _verify(argv: Sequence[str]) -> int:
+    from lensemble_flwr.deploy.commitment_cli import verify
+
+    return verify(argv, recording_spec)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "inspect": (_inspect, "counts, shapes, ranges, a contact sheet, and every problem"),
+    "prove": (_prove, "a proof that one episode is under the root that a site joined with"),
+    "verify": (_verify, "check such a proof, or a site's recordings against its roots"),
 }

@@ -8,7 +8,7 @@ from lensemble_flwr.config import config_hash, join_overrides, load_config, reso
 from lensemble_flwr.errors import ConfigError
 
 
-@pytest.mark.parametrize("experiment", ["quickstart", "silos", "linear", "swipe_dot"])
+@pytest.mark.parametrize("experiment", ["quickstart", "silos", "linear", "swipe_dot", "recordings", "classifier"])
 def test_every_experiment_composes(experiment: str) -> None:
     assert load_config(f"experiment={experiment}").experiment == experiment
 
@@ -22,7 +22,7 @@ def test_default_is_quickstart() -> None:
     [
         ("foo=1", "Unknown key 'foo'"),
         ("diloco.round=3", "Did you mean diloco.rounds?"),
-        ("experiment=zz", "Choose one of: classifier, linear, quickstart, silos, swipe_dot"),
+        ("experiment=zz", "Choose one of: classifier, linear, quickstart, recordings, silos, swipe_dot"),
         ("diloco.rounds=x", "whole number"),
         ("diloco.rounds=1.5", "whole number"),
         ("diloco.rounds=true", "whole number"),
@@ -170,3 +170,27 @@ def test_a_group_is_chosen_by_name_and_never_by_path(override: str) -> None:
 def test_the_same_overrides_are_composed_once() -> None:
     """A participant asks for its configuration with every message; composing it takes longer than the message."""
     assert load_config("experiment=linear seed=77") is load_config("experiment=linear seed=77")
+
+
+def test_an_experiments_options_are_for_its_own_task() -> None:
+    """Another task in an experiment's place would inherit keys that it does not know."""
+    own = load_config("experiment=classifier")
+    assert dict(own.task_options) == {"pictures": 40, "digits": 3}
+    changed = load_config("experiment=classifier task_options.digits=5")
+    assert dict(changed.task_options) == {"pictures": 40, "digits": 5}
+    same = load_config(["experiment=classifier", f"task={own.task}"])
+    assert same.task_options == own.task_options
+    for overrides in ("experiment=classifier task=my.module:Mine", "task=my.module:Mine experiment=classifier"):
+        other = load_config(overrides)
+        assert (other.task, dict(other.task_options)) == ("my.module:Mine", {})
+        assert other.inner == own.inner  # its settings stay
+        assert dict(load_config(f"{overrides} task_options.width=3").task_options) == {"width": 3}
+    assert dict(load_config("experiment=classifier task=linear federation.surface=full").task_options) == {}
+
+
+def test_a_checkpoint_needs_its_hash() -> None:
+    with pytest.raises(ConfigError, match="sha256sum"):
+        load_config("warmstart.path=vit.safetensors")
+    with pytest.raises(ConfigError, match=r"warmstart\.sha256"):
+        load_config("warmstart.path=vit.safetensors warmstart.sha256=abc")
+    assert load_config(f"warmstart.path=vit.safetensors warmstart.sha256={'ab' * 32}").warmstart.path

@@ -32,8 +32,9 @@ LAYERS = [
     {"strategies"},
     {"lensemble_flwr.server_app", "lensemble_flwr.client_app", "lensemble_flwr.reporting"},
     {"lensemble_flwr.launch", "lensemble_flwr.preflight"},
-    {"lensemble_flwr.sweep_cli", "lensemble_flwr.data_cli"},
+    {"lensemble_flwr.sweep_cli"},
     {"lensemble_flwr.deploy"},
+    {"lensemble_flwr.data_cli"},
     {"lensemble_flwr.cli"},
 ]
 FLOWER_RIM = {

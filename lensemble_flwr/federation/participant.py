@@ -47,6 +47,7 @@ ACK = b"\x01"
 _PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
 _OPEN, _ATTEMPT, _KEYS, _SESSION, _NEXT = "open", "attempt", "keys", "session", "next"
 _NAMED = 36
+_OWN = bytes(32)  # no federation: salts the root that a site compares with itself
 
 
 def _name(federation_id: bytes, round_index: int) -> bytes:
@@ -139,6 +140,7 @@ class SiteParticipant:
         try:
             hashes = self.task.episode_hashes(self.partition)
             root = commitment.root(hashes, self.site.dataset_salt(federation_id))
+            own = commitment.root(hashes, self.site.dataset_salt(_OWN)).hex()
         except STOPS:
             raise
         except BaseException as error:  # a panic of compiled code is no Exception
@@ -147,9 +149,11 @@ class SiteParticipant:
             # Whether data can be read is private too: a root that binds nothing, and later zero updates.
             event = {"event": "dataset_unreadable"}
             self.site.log.error("the dataset root cannot be computed, a random one is sent: %s", error, extra=event)
-            root = secrets.token_bytes(32)
+            root, own = secrets.token_bytes(32), "unreadable"
         with self.site.ledger() as ledger:
-            ledger.event("dataset_root", {"federation": federation_id.hex(), "root": root.hex()})
+            # Roots of two federations cannot be compared; `recordings` says to the operator whether the data changed.
+            event_data = {"federation": federation_id.hex(), "root": root.hex(), "recordings": own}
+            ledger.event("dataset_root", event_data)
         self.site.keep_dataset_root(federation_id, root)
         return root
 

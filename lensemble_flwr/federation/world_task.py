@@ -36,6 +36,7 @@ from lensemble_flwr.model.heads import ActionHead, head_from_state
 from lensemble_flwr.model.inner import InnerState, inner_steps
 from lensemble_flwr.model.layout import ParameterLayout
 from lensemble_flwr.model.objective import Objective
+from lensemble_flwr.model.pretrained import Pretrained, load_pretrained
 from lensemble_flwr.model.proprio import StateScale
 from lensemble_flwr.model.sigreg import sketch_hash
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, to_plain
@@ -121,6 +122,8 @@ class WorldTask:
         ]
         if self.config.model.proprio != "none":
             parts.append(f"proprio {self.config.model.proprio}")
+        if self.config.warmstart.path is not None:  # not where it lies: sites have no such file
+            parts.append(f"encoder {self.config.warmstart.sha256}")
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
     def _cache(self, name: str) -> Path:
@@ -129,7 +132,7 @@ class WorldTask:
     @cached_property
     def warm(self) -> WarmStart:
         """The public warm start, verified against its pinned hash."""
-        return load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)
+        return load_warm_start(self._cache(".safetensors"), self._start_hash)
 
     @cached_property
     def probe(self) -> Probe:
@@ -178,6 +181,7 @@ class WorldTask:
                     self.warm_spec,
                     ObjectiveSpec(lambda_sig=self.config.warmstart.lambda_sig),
                     progress=lambda done, total, figures: tell("training the public warm start", done, total),
+                    pretrained=self._pretrained(tell),
                     threads=1,  # the same bytes whatever the machine's cores, and two gain little at this size
                 )
                 save_warm_start(warm, path)
@@ -187,6 +191,20 @@ class WorldTask:
             if not self._guard.is_file():
                 held = [held.source for per_body in self._sets.values() for held in per_body.values()]
                 save_reserved(self._guard, [digest for source in held for digest in episode_hashes(source)])
+
+    def _pretrained(self, progress: Progress) -> Pretrained | None:
+        start = self.config.warmstart
+        if start.path is None or start.sha256 is None:
+            return None
+        found = load_pretrained(start.path, start.sha256, self.model_spec)
+        for number, tensor in enumerate(found.unfit):
+            progress(f"not taken from {Path(start.path).name}: {tensor}", number + 1, len(found.unfit))
+        return found
+
+    @property
+    def _start_hash(self) -> str | None:
+        """The pinned content hash of the public start; None where the configuration pins its encoder's file."""
+        return self.config.warmstart.sha256 if self.config.warmstart.path is None else None
 
     def public_files(self) -> tuple[Path, ...]:
         return self._cache(".safetensors"), self._cache(".probe"), self._guard
@@ -204,7 +222,7 @@ class WorldTask:
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, (public / path.name).read_bytes(), mode=0o644)
-        load_warm_start(self._cache(".safetensors"), self.config.warmstart.sha256)  # all are verified as they load
+        load_warm_start(self._cache(".safetensors"), self._start_hash)  # all are verified as they load
         load_probe(self._cache(".probe"))
         load_reserved(self._guard)
         return None

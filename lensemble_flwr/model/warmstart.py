@@ -29,6 +29,7 @@ from lensemble_flwr.model.evaluate import Progress
 from lensemble_flwr.model.heads import ActionHead, clone_state, head_from_state
 from lensemble_flwr.model.objective import Objective
 from lensemble_flwr.model.predictor import fit_adapter_basis
+from lensemble_flwr.model.pretrained import Pretrained
 from lensemble_flwr.model.spec import HeadSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, from_plain, to_plain
 from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, state_digest
@@ -214,6 +215,7 @@ def train_warm_start(
     progress: Progress | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    pretrained: Pretrained | None = None,
 ) -> WarmStart:
     """Train encoder, predictor and one head per body on public episodes.
 
@@ -228,6 +230,7 @@ def train_warm_start(
         progress: called every 20 steps with ``loss``, ``prediction``, ``sigreg`` and ``std`` (mean latent std).
         threads: torch threads while it trains; None leaves them.
         device: ``cpu`` or ``cuda``.
+        pretrained: weights that the encoder begins with; what they leave out begins at random.
 
     Raises:
         DataError: no body, or a body whose episodes are shorter than a training window.
@@ -246,6 +249,8 @@ def train_warm_start(
     with _Threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = WorldModel(spec)
+        if pretrained is not None:
+            model.encoder.load_state_dict(pretrained.state, strict=False)
         heads = {body: ActionHead(public[body][0], spec) for body in names}
         frames = torch.cat([public[body][1].frames for body in names])
         fit_pixels(model.encoder, frames[:: max(1, len(frames) // 2048)])
@@ -260,13 +265,18 @@ def train_warm_start(
             head.cpu()
         encoded = {body: encode_trajectories(model, public[body][1]) for body in names}
         fit_public_basis(model, heads, encoded, training.pca_floor)
+    origin = {} if pretrained is None else {"encoder": pretrained.sha256}
     return WarmStart(
         model_spec=spec,
         state=clone_state(model),
         bodies={body: public[body][0] for body in names},
         heads={body: clone_state(heads[body]) for body in names},
-        settings={"recipe": RECIPE, "training": to_plain(training), "objective": to_plain(goal)},
-        notes={"cpu_seconds": round(time.process_time() - began, 2), "threads": threads or torch.get_num_threads()},
+        settings={"recipe": RECIPE, "training": to_plain(training), "objective": to_plain(goal), **origin},
+        notes={
+            "cpu_seconds": round(time.process_time() - began, 2),
+            "threads": threads or torch.get_num_threads(),
+            **({} if pretrained is None else {"unfit": list(map(str, pretrained.unfit)), "fresh": pretrained.fresh}),
+        },
     )
 
 

@@ -19,7 +19,7 @@ from lensemble_flwr.model.spec import HeadSpec
 from tests.federation.harness import Federation
 from tests.federation.robots import public, record
 
-RUN = "experiment=recordings model=tiny warmstart.steps=30 diloco.rounds=2 diloco.inner_steps=3 inner.batch_size=8"
+RUN = "experiment=recordings model=tiny warmstart.steps=8 diloco.rounds=2 diloco.inner_steps=3 inner.batch_size=8"
 TWO = "federation.participants=2 federation.min_participants=2 secagg.min_survivors=2 secagg.allow_two_party=true"
 
 
