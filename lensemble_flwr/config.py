@@ -266,7 +266,8 @@ class GaugeConfig:
 class InnerConfig:
     """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
 
-    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks.
+    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks. ``parallel``:
+    processes of one participant that share each batch.
     """
 
     optimizer: str
@@ -278,6 +279,7 @@ class InnerConfig:
     reset_optimizer: bool
     landmark_norm: bool
     deterministic: bool
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         _one_of("inner.optimizer", self.optimizer, ("adamw", "sgd"))
@@ -286,6 +288,7 @@ class InnerConfig:
         _require(self.weight_decay >= 0, f"inner.weight_decay must be >= 0, not {self.weight_decay}.")
         _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
+        _require(1 <= self.parallel <= 64, f"inner.parallel must lie between 1 and 64, not {self.parallel}.")
 
 
 @dataclass(frozen=True)
