@@ -288,7 +288,8 @@ class GaugeConfig:
 class InnerConfig:
     """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
 
-    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks.
+    ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks. ``parallel``:
+    processes of one participant that share each batch.
     """
 
     optimizer: str
@@ -300,6 +301,7 @@ class InnerConfig:
     reset_optimizer: bool
     landmark_norm: bool
     deterministic: bool
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         _one_of("inner.optimizer", self.optimizer, ("adamw", "sgd"))
@@ -309,6 +311,7 @@ class InnerConfig:
         _require(self.batch_size >= 0, f"inner.batch_size must be >= 0 (0: full batch), not {self.batch_size}.")
         _at_most("inner.batch_size", self.batch_size, 10**6)
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
+        _require(1 <= self.parallel <= 64, f"inner.parallel must lie between 1 and 64, not {self.parallel}.")
 
 
 @dataclass(frozen=True)

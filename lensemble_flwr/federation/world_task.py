@@ -82,6 +82,7 @@ class WorldTask:
             head_lr=inner.head_lr,
             device=inner.device,
             deterministic=inner.deterministic,
+            parallel=inner.parallel,
         )
         self.objective_spec = ObjectiveSpec(
             lambda_pred=objective.lambda_pred,

@@ -31,7 +31,9 @@ from lensemble_flwr.model.encoder import attach_landmark_norm, fold_normaliser
 from lensemble_flwr.model.heads import ActionHead, clone_state, head_from_state
 from lensemble_flwr.model.layout import ParameterLayout
 from lensemble_flwr.model.objective import Encode, Objective
+from lensemble_flwr.model.parallel import run_parallel
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec
+from lensemble_flwr.model.team import Team, Total
 from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories, file_metadata
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories
 
@@ -252,6 +254,7 @@ def inner_steps(
     sketch_seed: bytes | int,
     first_step: int = 0,
     landmarks: Tensor | None = None,
+    team: Team | None = None,
 ) -> InnerResult:
     """Train ``steps`` steps on one participant's data.
 
@@ -270,6 +273,7 @@ def inner_steps(
         first_step: number of the first step, for the random directions of SIGReg.
         landmarks: (k, C, H, W) public frames that the encoder's hidden units are normalised by while it trains (see
             :class:`~lensemble_flwr.model.encoder.LandmarkNorm`); the anchor's, if there is one. None: not normalised.
+        team: this process's place among ``spec.parallel``; None: start them, if there are to be several.
 
     Returns:
         New weights and state; ``theta`` and ``state`` are not changed.
@@ -290,6 +294,24 @@ def inner_steps(
     with determinism(spec.deterministic, device):
         if layout.surface == "adapter" and spec.optimizer == "sgd" and not spec.batch_size and not spec.head_lr:
             return _closed(model, layout, data, head, state, steps, spec)
+        if team is None and spec.parallel > 1:
+            job = {
+                "model_spec": model.spec,
+                "weights": model.state_dict(),
+                "layout": layout,
+                "theta": theta,
+                "data": data,
+                "state": state,
+                "steps": steps,
+                "spec": spec,
+                "objective": objective,
+                "sketch_seed": sketch_seed,
+                "first_step": first_step,
+                "landmarks": landmarks,
+            }
+            found: InnerResult = run_parallel(spec.parallel, job)["result"]
+            layout.write(model, found.theta)
+            return found
         try:
             model.to(device)
             head.to(device)
@@ -299,7 +321,8 @@ def inner_steps(
             if public is not None:
                 attach_landmark_norm(model.encoder, public)
             result = _generic(
-                *(model, layout, data, head, state, steps, spec, objective, sketch_seed, first_step, device, public)
+                *(model, layout, data, head, state, steps, spec, objective, sketch_seed, first_step, device, public),
+                team or Team(),
             )
         finally:
             model.encoder.normaliser = nn.Identity()  # folded, or the call failed and the workspace is void
@@ -381,6 +404,87 @@ def _only(landmarks: Tensor, latents: Tensor) -> Encode:
     return encode
 
 
+class _Loss(nn.Module):
+    """Loss of one process's windows as a module, so that gradients can be averaged over a team."""
+
+    def __init__(
+        self,
+        model: WorldModel,
+        head: ActionHead,
+        objective: Objective,
+        sketch_seed: bytes | int,
+        landmarks: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+        self._objective, self._sketch_seed, self._landmarks = objective, sketch_seed, landmarks
+
+    def forward(
+        self, seen: Tensor, actions: Tensor, windows: int, encoded: bool, step: int, weight: float, total: Total | None
+    ) -> Tensor:
+        """Total loss.
+
+        Args:
+            seen: on the device: frames (windows * L, C, H, W), followed by the landmarks if there are any, or latents
+                (windows, L, z) if ``encoded``.
+            actions: (windows, L - 1, a).
+            windows, encoded: see above.
+            step: number of the inner step.
+            weight, total: of the team.
+        """
+        encode: Encode | None = None
+        if encoded:
+            latents = seen
+        else:
+            encode, rows = self.model.encode, windows * (actions.shape[1] + 1)
+            latents = self.model.encode(seen)
+            if self._landmarks is not None:
+                # One pass: the landmarks normalise the batch, and the anchor takes their latents from it.
+                encode, latents = _only(self._landmarks, latents[rows:]), latents[:rows]
+            latents = latents.view(windows, actions.shape[1] + 1, -1)
+        terms = self._objective(
+            *(self.model, latents, self.head(actions), self._sketch_seed, step),
+            encoder_trains=not encoded,
+            encode=encode,
+            weight=weight,
+            total=total,
+        )
+        return terms.total
+
+
+class _Batches:
+    """Batches of this process on the device. On a GPU the next one is copied while the present one computes."""
+
+    def __init__(
+        self,
+        data: Trajectories | LatentTrajectories,
+        starts: Tensor,
+        segment: int,
+        landmarks: Tensor | None,
+        device: torch.device,
+        team: Team,
+    ) -> None:
+        self._data, self._starts, self._device, self._team = data, starts, device, team
+        self._span, self._landmarks = torch.arange(segment), landmarks
+
+    def load(self, order: Tensor | slice) -> tuple[Tensor, Tensor, int]:
+        """Frames or latents, actions, and the number of windows."""
+        rows = self._team.part(self._starts[order])
+        index = rows[:, None] + self._span
+        data = self._data
+        if isinstance(data, Trajectories):
+            seen = data.frames[index].flatten(0, 1)
+            seen = seen if self._landmarks is None else torch.cat([seen, self._landmarks])
+        else:
+            seen = data.latents[index]
+        return self._send(seen), self._send(data.actions[index[:, :-1]]), len(rows)
+
+    def _send(self, batch: Tensor) -> Tensor:
+        if self._device.type == "cuda":  # pinned memory, so that the copy runs beside the computation
+            return batch.pin_memory().to(self._device, non_blocking=True)
+        return batch.to(self._device)
+
+
 def _generic(
     model: WorldModel,
     layout: ParameterLayout,
@@ -394,6 +498,7 @@ def _generic(
     first_step: int,
     device: torch.device,
     landmarks: Tensor | None,
+    team: Team,
 ) -> InnerResult:
     segment = objective.spec.segment
     starts = data.starts(segment)
@@ -409,38 +514,41 @@ def _generic(
         named.update({f"head.{name}": parameter for name, parameter in head.named_parameters()})
     optimizer = _optimizer(named, state, spec, device)
     batch = min(spec.batch_size or len(starts), len(starts))
-    span, drawn, losses = torch.arange(segment), state.drawn, [math.nan, math.nan]
+    if batch < team.size:
+        raise ConfigError(
+            f"A batch of {batch} windows cannot be shared by inner.parallel={team.size} processes.",
+            "Lower inner.parallel or raise inner.batch_size.",
+        )
+    drawn, losses = state.drawn, [math.nan, math.nan]
     half = device.type == "cuda" and not spec.deterministic
-    for step in range(steps):
+    loss_of = team.wrap(_Loss(model, head, objective, sketch_seed, landmarks))
+    batches = _Batches(data, starts, segment, landmarks, device, team)
+    trained = list(named.values())
+
+    def following() -> tuple[Tensor, Tensor, int]:
         # With everything in one batch the order does not matter, and keeping it makes steps repeatable.
-        order = window_order(state.shuffle_seed, drawn, batch, len(starts)) if batch < len(starts) else slice(None)
+        whole = batch == len(starts)
+        return batches.load(slice(None) if whole else window_order(state.shuffle_seed, drawn, batch, len(starts)))
+
+    waiting = following()
+    for step in range(steps):
+        seen, actions, windows = waiting
         drawn += batch
-        index = starts[order][:, None] + span
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
-            if isinstance(data, Trajectories):
-                frames = data.frames[index].flatten(0, 1)
-                encode: Encode | None = model.encode
-                if landmarks is None:
-                    latents = model.encode(frames.to(device))
-                else:  # one pass: the landmarks normalise the batch, and the anchor takes their latents from it
-                    both = model.encode(torch.cat([frames, landmarks]).to(device))
-                    latents, encode = both[: len(frames)], _only(landmarks, both[len(frames) :])
-                latents = latents.view(len(index), segment, -1)
-            else:
-                encode, latents = None, data.latents[index].to(device)
-            embedded = head(data.actions[index[:, :-1]].to(device))
-            terms = objective(
-                *(model, latents, embedded, sketch_seed, first_step + step),
-                encoder_trains=isinstance(data, Trajectories),
-                encode=encode,
+            loss = loss_of(
+                *(seen, actions, windows, isinstance(data, LatentTrajectories), first_step + step),
+                team.weight(windows, batch),
+                team.total,
             )
         optimizer.zero_grad(set_to_none=True)
-        terms.total.backward()
+        loss.backward()
+        if step + 1 < steps:
+            waiting = following()  # on a GPU the backward pass is still running
         if spec.grad_clip:
-            nn.utils.clip_grad_norm_(list(named.values()), spec.grad_clip)
+            nn.utils.clip_grad_norm_(trained, spec.grad_clip)
         optimizer.step()
         if step in (0, steps - 1):
-            losses[1] = float(terms.total.detach())
+            losses[1] = float(loss.detach())
             losses[0] = losses[1] if step == 0 else losses[0]
     kept = _kept(named, optimizer, state, head, drawn)
     if landmarks is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lensemble_flwr.errors import ContractViolation
 from lensemble_flwr.model.sigreg import sigreg
 from lensemble_flwr.model.spec import ObjectiveSpec
+from lensemble_flwr.model.team import Total
 from lensemble_flwr.model.world_model import WorldModel
 
 Encode = Callable[[Tensor], Tensor]
@@ -85,6 +86,8 @@ class Objective:
         *,
         encoder_trains: bool = True,
         encode: Encode | None = None,
+        weight: float = 1.0,
+        total: Total | None = None,
     ) -> LossTerms:
         """All three terms.
 
@@ -95,16 +98,18 @@ class Objective:
             sketch_seed, step: name the random directions of SIGReg.
             encoder_trains: with a frozen encoder SIGReg and anchor are constants and are left out.
             encode: what the anchor is called with; None: the model's own.
+            weight, total: of a process among several (:class:`~lensemble_flwr.model.team.Team`): factor on the
+                prediction error of its part of the batch, and how SIGReg adds up over them.
         """
         spec = self.spec
         prediction = self.prediction(model, latents, actions)
-        total = spec.lambda_pred * prediction
+        loss = spec.lambda_pred * weight * prediction
         gaussian = frame = None
         if encoder_trains and spec.lambda_sig:
             rows = latents.reshape(-1, latents.shape[-1])
-            gaussian = sigreg(rows, sketch_seed, step, spec.sketch_dim, spec.knots, spec.t_max)
-            total = total + spec.lambda_sig * gaussian
+            gaussian = sigreg(rows, sketch_seed, step, spec.sketch_dim, spec.knots, spec.t_max, total)
+            loss = loss + spec.lambda_sig * gaussian
         if encoder_trains and spec.lambda_anc and self.anchor is not None:
             frame = self.anchor(encode or model.encode)
-            total = total + spec.lambda_anc * frame
-        return LossTerms(total, prediction, gaussian, frame)
+            loss = loss + spec.lambda_anc * frame
+        return LossTerms(loss, prediction, gaussian, frame)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lensemble_flwr.errors import ContractViolation
+from lensemble_flwr.model.team import Total
 
 _TAG = b"lensemble/sketch/1"
 _LOG_2 = math.log(2.0)
@@ -116,13 +117,14 @@ def sketch_hash(sketch_seed: bytes | int, dim: int, count: int) -> bytes:
     return digest.digest()
 
 
-def epps_pulley(projections: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+def epps_pulley(projections: Tensor, knots: int = 17, t_max: float = 3.0, total: Total | None = None) -> Tensor:
     """N-scaled Epps-Pulley statistic of each column.
 
     Args:
         projections: (N, K).
         knots: points of the trapezoid rule on [0, t_max].
         t_max: end of the integral.
+        total: adds a tensor up over processes, with gradient; then the samples are those of all processes.
 
     Returns:
         (K,) float32, differentiable.
@@ -135,9 +137,15 @@ def epps_pulley(projections: Tensor, knots: int = 17, t_max: float = 3.0) -> Ten
     weight[0] *= 0.5
     weight[-1] *= 0.5
     angle = samples.unsqueeze(-1) * t
-    real = torch.cos(angle).mean(dim=0) - gauss
-    imaginary = torch.sin(angle).mean(dim=0)
-    return len(samples) * ((real.square() + imaginary.square()) @ weight)
+    count = len(samples)
+    if total is None:
+        real, imaginary = torch.cos(angle).mean(dim=0), torch.sin(angle).mean(dim=0)
+    else:
+        sums = total(torch.stack([torch.cos(angle).sum(dim=0), torch.sin(angle).sum(dim=0)]))
+        count = int(total(torch.tensor(float(count), device=samples.device)))
+        real, imaginary = sums / count
+    real = real - gauss
+    return count * ((real.square() + imaginary.square()) @ weight)
 
 
 def sigreg(
@@ -147,6 +155,7 @@ def sigreg(
     sketch_dim: int = 64,
     knots: int = 17,
     t_max: float = 3.0,
+    total: Total | None = None,
 ) -> Tensor:
     """SIGReg of a batch of latents along the directions of (sketch_seed, step).
 
@@ -156,6 +165,7 @@ def sigreg(
         step: number of the inner step; each step has its own directions.
         sketch_dim: number of directions.
         knots, t_max: quadrature.
+        total: see :func:`epps_pulley`.
 
     Returns:
         Scalar float32, differentiable; about 1 for N(0, I) latents.
@@ -167,4 +177,4 @@ def sigreg(
         raise ContractViolation(f"SIGReg needs latents of shape (N >= 2, d), got {tuple(latents.shape)}.")
     directions = torch.from_numpy(sketch_directions(sketch_seed, step, latents.shape[1], sketch_dim))
     with torch.autocast(latents.device.type, enabled=False):
-        return epps_pulley(latents.float() @ directions.to(latents.device), knots, t_max).mean()
+        return epps_pulley(latents.float() @ directions.to(latents.device), knots, t_max, total).mean()

@@ -219,6 +219,7 @@ class InnerSpec:
         grad_clip: largest gradient norm of a step, 0 for none. (Not the privacy clip.)
         device: ``auto``, ``cpu`` or ``cuda``.
         deterministic: ask torch for deterministic algorithms only, and never use bf16.
+        parallel: processes that share each batch.
     """
 
     optimizer: str = "adamw"
@@ -229,8 +230,10 @@ class InnerSpec:
     grad_clip: float = 0.0
     device: str = "auto"
     deterministic: bool = False
+    parallel: int = 1
 
     def __post_init__(self) -> None:
+        _check_positive_ints(self, "parallel")
         _require(
             self.optimizer in ("adamw", "sgd"),
             f"inner.optimizer is {self.optimizer!r}.",
