@@ -86,20 +86,32 @@ def test_silos_with_cameras_of_their_own(script: ModuleType, tmp_path: Path) -> 
         assert len(set(figures)) == 3
 
 
-def test_swipe_dot_rows(script: ModuleType, tmp_path: Path) -> None:
+def test_swipe_dot_rows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("model.width=16", "model.depth=1", "model.latent_dim=4", "data.heldout_episodes=10", "inner.batch_size=4")
     small += ("data.public_episodes=16", "data.episodes_per_participant=4", "diloco.rounds=2", "diloco.inner_steps=2")
     result = script.swipe_dot(0, small, tmp_path, 1, False)
     rows = {row["name"]: row["metrics"] for row in result["rows"]}
     alone = [f"local only, silo {i}" for i in (1, 2, 3)]
     assert list(rows) == [
-        *("warm start", *alone, "local only, mean", "pooled, equal steps", "pooled, equal samples", "federated"),
+        *("start", *alone, "local only, mean", "pooled, equal steps", "pooled, equal samples", "federated"),
     ]
     for metrics in rows.values():
         assert all(np.isfinite(metrics[key]) for key in script.COLUMNS["swipe_dot"])
     best = max(rows[name]["few_probe_r2"] for name in alone)
     assert result["facts"]["few_probe_r2_margin"] == pytest.approx(rows["federated"]["few_probe_r2"] - best)
     assert len({metrics["r1"] for metrics in rows.values()}) == len(rows)
+    for name in ("rounds_alone", "rounds_pooled", "federated"):  # what is trained is kept
+        monkeypatch.setattr(script, name, lambda *a, **k: pytest.fail("trained again"))
+    assert script.swipe_dot(0, small, tmp_path, 1, False) == result
+
+
+def test_pooling_goes_on_from_equal_steps_to_equal_samples(script: ModuleType) -> None:
+    small = ("model.width=16", "model.depth=1", "model.latent_dim=4", "inner.batch_size=4", "diloco.inner_steps=2")
+    config, task = script.prepared("swipe_dot", 0, (*small, "data.public_episodes=16", "data.heldout_episodes=6"))
+    half = script.rounds_pooled(config, task, 1)
+    there, _ = script.rounds_pooled(config, task, 2, half, 1)
+    at_once, _ = script.rounds_pooled(config, task, 2)
+    np.testing.assert_array_equal(there, at_once)
 
 
 def test_silos_are_not_clipped(script: ModuleType) -> None:
