@@ -547,7 +547,7 @@ class Release(_Sealed):
         head = _STORED.pack(
             _MAGIC, _ENTROPIES.index(self.entropy), self.private, self.ring.scale_log2, self.ring.qmax, self.dimension
         )
-        return head, memoryview(np.ascontiguousarray(self.q, "<i4").view(np.uint8))
+        return head, np.ascontiguousarray(self.q, "<i4").view(np.uint8).data
 
     @staticmethod
     def from_bytes(stored: bytes, sha256: bytes) -> Release:
