@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lensemble_flwr.secagg import mask_loops
 from tests.secagg.driver import Round, make_params
 
 DIMENSION = 3 << 20  # more than two segments
@@ -24,9 +25,12 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("kernels", ["numpy", "numba"])
 @pytest.mark.parametrize("bits", [16, 32])
-def test_a_member_holds_one_vector_and_the_coordinator_one_sum(bits, kernels, monkeypatch):
+def test_a_member_holds_one_vector_and_the_coordinator_one_sum(bits, kernels, monkeypatch, tmp_path):
     if kernels == "numba":
         pytest.importorskip("numba")
+        monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path))
+        assert mask_loops.fold.compiled()  # before anything is counted
+        assert mask_loops.tally.compiled()
     monkeypatch.setenv("LENSEMBLE_KERNELS", kernels)
     params = make_params(4, DIMENSION, bits=bits)
     q = np.full(DIMENSION, -3, np.int32)
