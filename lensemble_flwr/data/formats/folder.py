@@ -205,7 +205,7 @@ class PlainFolder:
         path = self._find_video(entry)
         if path is None:
             raise DataError(f"the video of {entry.name} is missing.", "Put it beside the csv file, or remove the csv.")
-        return self._videos.get(ordinary(path, self.path, self._links))
+        return self._videos.get(ordinary(path, self.path, self._links), path.name)
 
     def _lines(self, entry: Path) -> Iterator[list[str]]:
         path = ordinary(entry, self.path, self._links)
@@ -251,7 +251,7 @@ class PlainFolder:
         part = {k: values[:, [wanted.index(c) for c in columns]] for k, columns in chosen.items()}
         video = self._video(entry)
         if self.fps and abs(video.fps / self.fps - 1) > 0.01:
-            text = f"{video.path.name} runs at {video.fps:.4g} fps, recordings.json says {self.fps:.4g}."
+            text = f"{video.name} runs at {video.fps:.4g} fps, recordings.json says {self.fps:.4g}."
             raise DataError(text, "Correct one of them.")
         actions, pictures = count, video.count if video.count == count + 1 else count
         if video.count and video.count not in (count, count + 1):

@@ -30,7 +30,7 @@ from lensemble_flwr.data.formats.reader import (
     numbers,
 )
 from lensemble_flwr.data.formats.spec import RecordingSpec
-from lensemble_flwr.data.formats.video import Videos
+from lensemble_flwr.data.formats.video import Video, Videos
 from lensemble_flwr.errors import DataError
 
 MAX_GROUP = 1 << 30
@@ -203,10 +203,10 @@ class LeRobot:
         return Raw(actions, length, states, clock)
 
     def _check_video(self, index: int, length: int) -> None:
-        video = self._videos.get(self._video_path(index))
+        video = self._video(index)
         if abs(video.fps / self._rate - 1) > 0.01:
             raise DataError(
-                f"{video.path.name} runs at {video.fps:.4g} fps, meta/info.json says {self._rate:.4g}.",
+                f"{video.name} runs at {video.fps:.4g} fps, meta/info.json says {self._rate:.4g}.",
                 "Correct fps in meta/info.json, or encode the video again.",
             )
         second = float(self._table.second[index])
@@ -214,16 +214,17 @@ class LeRobot:
             raise DataError(f"the video starts at {second} s, says the metadata.", _BROKEN)
         if video.count and round(second * self._rate) + length > video.count:
             raise DataError(
-                f"{video.path.name} has {video.count} pictures, {round(second * self._rate) + length} are needed.",
+                f"{video.name} has {video.count} pictures, {round(second * self._rate) + length} are needed.",
                 _BROKEN,
             )
 
-    def _video_path(self, index: int) -> Path:
-        return inside(self.path, self._table.videos[self._table.video[index]], self._links)
+    def _video(self, index: int) -> Video:
+        name = self._table.videos[self._table.video[index]]
+        return self._videos.get(inside(self.path, name, self._links), name)
 
     def frames(self, index: int, rows: NDArray[np.int64]) -> Iterator[NDArray]:
         if self._in_video:
-            video = self._videos.get(self._video_path(index))
+            video = self._video(index)
             times = float(self._table.second[index]) + np.asarray(rows, np.float64) / self._rate
             yield from video.at(times, 0.5 / self._rate)
             return

@@ -34,6 +34,9 @@ from lensemble_flwr.data.formats.spec import RecordingSpec
 from lensemble_flwr.data.windows import Batch, Packed
 from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
 
+_RECENT = 64 << 20
+"""Bytes of actions that are kept in memory for windows."""
+
 _VERSION = 1
 """Raise it when the same file gives other pictures."""
 
@@ -74,6 +77,8 @@ class Recordings:
         self.stamps = stamps(reader.files(), reader.path)
         self._cache: FrameCache | None = None
         self._opened_cache = False
+        self._recent: dict[int, NDArray[np.float32]] = {}
+        self._recent_bytes = 0
         self._fingerprint: str | None = None
         self._lengths: NDArray[np.int64] | None = None
         self._kept = np.arange(len(reader))
@@ -154,7 +159,7 @@ class Recordings:
         check_index(index, len(self), self.name)
         with self._lock, self._naming(int(self._kept[index])):
             number = int(self._kept[index])
-            actions = self._actions(self._reader.load(number))
+            actions = self._recent_actions(number)
             if start < 0 or length < 2 or start + length > len(actions) + 1:
                 raise ContractViolation("a window lies outside its episode.")
             if self._frame_cache() is not None:
@@ -271,6 +276,17 @@ class Recordings:
         k = self.spec.frameskip
         steps = self._steps(min(len(raw.actions), raw.pictures - 1))
         return self._scale.encode(raw.actions[: steps * k])
+
+    def _recent_actions(self, number: int) -> NDArray[np.float32]:
+        """Encoded actions of an episode, the last used ones from memory."""
+        found = self._recent.pop(number, None)
+        if found is None:
+            found = self._actions(self._reader.load(number))
+            self._recent_bytes += found.nbytes
+        self._recent[number] = found
+        while self._recent_bytes > _RECENT and len(self._recent) > 1:
+            self._recent_bytes -= self._recent.pop(next(iter(self._recent))).nbytes
+        return found
 
     def _pictures(self, number: int, index: int, steps: int) -> NDArray[np.uint8]:
         cache = self._frame_cache()

@@ -25,6 +25,9 @@ _SEEK_OVER_S = 2.0  # between two wanted pictures further apart than this, seeki
 class Video:
     """An open video file. One thread at a time.
 
+    Args:
+        path: the file. name: what it is called; its suffix says how it is read.
+
     Attributes:
         fps: float, average rate. count: pictures that the index of the file lists (0: unknown).
         height, width: pixels. decoded: pictures decoded so far (a test counts them).
@@ -33,18 +36,19 @@ class Video:
         DataError: missing, no video, no index, or too large pictures. ConfigError: PyAV is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         av = need("av", "lerobot", "videos")
-        self.path, self.decoded = path, 0
-        if path.suffix.lower() not in DEMUXERS:
-            raise DataError(f"{path.name} is no video file.", f"Videos end in {', '.join(DEMUXERS)}.")
+        self.name, self.decoded = Path(name).name, 0
+        demuxer = DEMUXERS.get(Path(name).suffix.lower())
+        if demuxer is None:
+            raise DataError(f"{self.name} is no video file.", f"Videos end in {', '.join(DEMUXERS)}.")
         self._errors = (av.error.FFmpegError, EOFError, ValueError, OSError)
         try:
             self._file = open(path, "rb")
         except OSError as error:
-            raise DataError(f"{path.name} cannot be read: {error.strerror}.", "Restore the file.") from error
+            raise DataError(f"{self.name} cannot be read: {error.strerror}.", "Restore the file.") from error
         try:
-            self._container = av.open(self._file, format=DEMUXERS[path.suffix.lower()], metadata_errors="replace")
+            self._container = av.open(self._file, format=demuxer, metadata_errors="replace")
             stream = self._container.streams.video[0]
             context = stream.codec_context
             check_size(context.height, context.width)
@@ -52,7 +56,7 @@ class Video:
             context.options = {**context.options, "max_pixels": str(MAX_PIXELS)}
             rate = stream.average_rate or stream.guessed_rate
             if not rate or stream.time_base is None:
-                raise DataError(f"{path.name} states no frame rate.", "Write the video again at a constant rate.")
+                raise DataError(f"{self.name} states no frame rate.", "Write the video again at a constant rate.")
             self._stream, self.fps = stream, float(rate)
             self.count = len(stream.index_entries) or int(stream.frames)
             self._zero = stream.start_time or 0
@@ -63,7 +67,7 @@ class Video:
             raise
         except (*self._errors, IndexError, AttributeError) as error:
             self.close()
-            raise DataError(f"{path.name} is no video that can be read: {_reason(error)}.", _AGAIN) from error
+            raise DataError(f"{self.name} is no video that can be read: {_reason(error)}.", _AGAIN) from error
 
     def at(self, times: NDArray[np.float64], tolerance: float) -> Iterator[NDArray[np.uint8]]:
         """The picture nearest to each time.
@@ -88,13 +92,13 @@ class Video:
                 now = (frame.pts - self._zero) * self._tick
             if now > time + tolerance:
                 raise DataError(
-                    f"{self.path.name} has no picture at {time:.3f} s (the next is at {now:.3f} s).",
+                    f"{self.name} has no picture at {time:.3f} s (the next is at {now:.3f} s).",
                     "Pictures are missing, the rate varies or fps is wrong: write the video again at a constant rate.",
                 )
             try:
                 picture = frame.to_ndarray(format="rgb24")
             except self._errors as error:
-                raise DataError(f"{self.path.name}: {_reason(error)}.", _AGAIN) from error
+                raise DataError(f"{self.name}: {_reason(error)}.", _AGAIN) from error
             check_size(*picture.shape[:2])
             yield picture
 
@@ -103,19 +107,19 @@ class Video:
             self._container.seek(self._zero + int(time / self._tick), stream=self._stream, backward=True)
             return self._container.decode(self._stream)
         except self._errors as error:
-            raise DataError(f"{self.path.name} cannot be searched: {_reason(error)}.", _AGAIN) from error
+            raise DataError(f"{self.name} cannot be searched: {_reason(error)}.", _AGAIN) from error
 
     def _next(self, flow: Iterator[Any], time: float) -> Any:
         try:
             frame = next(flow)
         except StopIteration:
-            text = f"{self.path.name} ends before {time:.3f} s."
+            text = f"{self.name} ends before {time:.3f} s."
             raise DataError(text, "The video is cut, or fps is wrong.") from None
         except self._errors as error:
-            raise DataError(f"{self.path.name} is damaged near {time:.3f} s: {_reason(error)}.", _AGAIN) from error
+            raise DataError(f"{self.name} is damaged near {time:.3f} s: {_reason(error)}.", _AGAIN) from error
         self.decoded += 1
         if frame.pts is None:
-            raise DataError(f"{self.path.name} has a picture without a time.", "Write the video again.")
+            raise DataError(f"{self.name} has a picture without a time.", "Write the video again.")
         return frame
 
     def close(self) -> None:
@@ -132,9 +136,9 @@ class Videos:
         self._keep, self._open = keep, dict[Path, Video]()
         self._decoded = 0
 
-    def get(self, path: Path) -> Video:
-        """The video at ``path``, opened now or before."""
-        video = self._open.pop(path, None) or Video(path)
+    def get(self, path: Path, name: str) -> Video:
+        """The video at ``path``, opened now or before; ``name`` is what it is called (``path`` may be a link's end)."""
+        video = self._open.pop(path, None) or Video(path, name)
         self._open[path] = video
         while len(self._open) > self._keep:
             old = self._open.pop(next(iter(self._open)))
