@@ -153,11 +153,7 @@ def test_probe_episodes_in_a_participants_data_are_left_out(monkeypatch: pytest.
     task = make()
     own = task.episode_hashes(0)
     whole = task.local_data(0)
-
-    class Planted:
-        episode_hashes = frozenset({own[0]})
-
-    monkeypatch.setitem(task.__dict__, "probe", Planted())
+    monkeypatch.setitem(task.__dict__, "reserved", frozenset({own[0]}))
     assert len(task.local_data(0).lengths) == len(whole.lengths) - 1
 
 
