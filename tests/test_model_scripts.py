@@ -1,4 +1,4 @@
-"""scripts/scorecard, plan and bench_inner on the smallest settings: they run, and their tables hold what was measured."""
+"""scripts/scorecard, plan and bench_inner on the smallest settings: they run, and tables hold what was measured."""
 
 from __future__ import annotations
 
