@@ -64,7 +64,7 @@ class Participant(NumPyClient):
         Returns:
             ``([masked ring vector], 1, {})``: no count, no metric.
         """
-        if len(parameters) > 1:
+        if len(parameters) != 1 and (parameters or ENVELOPES not in config):
             raise ContractViolation(f"fit takes one flat vector, not {len(parameters)}.")
         out = self.masked_update(parameters[0] if parameters else None, config[ENVELOPES])
         assert out.vector is not None
