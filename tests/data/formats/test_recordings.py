@@ -83,6 +83,7 @@ def test_an_episode_shorter_than_a_step_is_bad(tmp_path: Path) -> None:
     assert "frameskip" in caught.value.remediation
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 50), st.floats(1, 200), st.data())
 def test_the_clock_must_tick(count: int, fps: float, data: st.DataObject) -> None:
     times = np.arange(count) / fps
