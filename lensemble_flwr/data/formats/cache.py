@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.durable import atomic_write, file_errors, same_file, sync, write_all
+from lensemble_flwr.durable import atomic_write, file_errors, same_file, write_all
 from lensemble_flwr.errors import ContractViolation
 
 _MARK = b"LFC1"
@@ -101,8 +101,8 @@ class FrameCache:
     def put(self, index: int, pictures: Iterator[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
         """Keep the pictures of an episode as they come, a few in memory at a time, and return them as :meth:`get`.
 
-        A crash in between leaves the episode unmarked. A full disk ends the cache at this episode and returns None:
-        decoding goes on without it.
+        A crash leaves the episode unmarked, or with pictures that fail their checksum: nothing has to wait for the
+        disk. A full disk ends the cache at this episode and returns None: decoding goes on without it.
 
         Raises:
             ContractViolation: another number of pictures than was said.
@@ -120,7 +120,6 @@ class FrameCache:
                 crc, start = zlib.crc32(raw, crc), start + len(raw)
             if start != stop:
                 raise ContractViolation("an episode has fewer pictures than its cache has room for.")
-            sync(self._frames)
             write_all(self._done, _MARK + crc.to_bytes(4, "little"), 8 * index)
         except OSError:
             self.episodes = index
