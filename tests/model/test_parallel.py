@@ -60,15 +60,15 @@ def trained(spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = Fals
     )
 
 
-def test_two_processes_make_the_update_of_one(norm: bool = True) -> None:
+def test_two_processes_make_the_update_of_one() -> None:
     """An odd batch, so that their parts differ in size; all terms of the loss, landmark norm and action head, too."""
-    one = trained(SGD, norm=norm)
-    two = trained(dataclasses.replace(SGD, parallel=2), norm=norm)
+    one = trained(SGD, norm=True)
+    two = trained(dataclasses.replace(SGD, parallel=2), norm=True)
     assert np.abs(one.theta - two.theta).max() < 1e-5
     for name, value in one.state.head.items():
         assert (value - two.state.head[name]).abs().max() < 1e-5
     assert one.state.drawn == two.state.drawn
-    start = trained(dataclasses.replace(SGD, lr=1e-12, head_lr=1e-12), steps=1, norm=norm)
+    start = trained(dataclasses.replace(SGD, lr=1e-12, head_lr=1e-12), steps=1, norm=True)
     assert np.abs(one.theta - start.theta).max() > 1e-3  # there was something to get wrong
 
 
