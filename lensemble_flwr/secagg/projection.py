@@ -97,7 +97,8 @@ def _compiled(columns: npt.NDArray[np.uint64]) -> Callable[[npt.NDArray[Any]], l
 
     def fold(values: npt.NDArray[Any]) -> list[int]:
         sums = np.empty((-(-values.size // COLUMNS), 3), np.int64)
-        projection_loops.rows.compiled()(values, *limbs, sums)
+        wide = values if values.dtype.itemsize >= 4 else values.astype(np.int32)
+        projection_loops.rows.compiled()(wide, *limbs, sums)
         return [x + (y << 21) + (z << 42) for x, y, z in sums.tolist()]
 
     return fold

@@ -524,9 +524,10 @@ def test_what_a_later_round_reveals_opens_no_earlier_one():
     assert agreement.public_key(key) != past.server._keys[victim][1]
     seed = shamir.combine({i: past.server._reveals[i][victim] for i in (1, 2, 3, 4)})
     y, t1 = past.vectors[4].copy(), past.server._t1
+    private = agreement.load(key)
     plus = [
         agreement.pair_mask_key(
-            t1, agreement.shared_secret(key, past.server._keys[i][1], ""), past.identity(4), past.identity(i - 1)
+            t1, agreement.shared_secret(private, past.server._keys[i][1], ""), past.identity(4), past.identity(i - 1)
         )
         for i in (1, 2, 3, 4)
     ]

@@ -106,6 +106,7 @@ def test_every_parameter_is_bound():
         {"allow_two_party": True},
         {"consistency": True},
         {"verify": True},
+        {"keys_binding": bytes(32)},
         {"ring": dataclasses.replace(base.ring, bits=16)},
         {"ring": dataclasses.replace(base.ring, scale_log2=9)},
         {"ring": dataclasses.replace(base.ring, dimension=21)},
