@@ -543,7 +543,7 @@ def _changes_task(overrides: tuple[str, ...]) -> bool:
     if name not in _choices("experiment"):
         return False
     own = _file_of("experiment", name)
-    return "task_options" in own and chosen.get("task", own.get("task")).strip("'\"") != own.get("task")
+    return "task_options" in own and str(chosen.get("task", own.get("task"))).strip("'\"") != own.get("task")
 
 
 def _addable(override: str) -> str:
