@@ -372,10 +372,9 @@ class DataConfig:
             raise AttributeError(key) from None
 
     def __post_init__(self) -> None:
-        for name in ("episodes_per_participant", "public_episodes", "heldout_shifted", "heldout_nominal"):
-            _at_most(f"data.{name}", getattr(self, name), 10**7)
-        for name in ("frames", "frameskip"):
-            _at_most(f"data.{name}", getattr(self, name), 10**6)
+        for key, value in self.options.items():
+            if type(value) is int:
+                _at_most(f"data.{key}", value, 10**6 if key in ("frames", "frameskip") else 10**7)
 
 
 @dataclass(frozen=True)
