@@ -386,7 +386,10 @@ def test_an_older_model_does_not_come_back(tmp_path: Path) -> None:
             return None
         older = {name: getattr(first[0], name) for name in ("theta_hash", "momentum_hash", "steps")}
         forged = dataclasses.replace(opened, round=4, **seeds(run, opened, 4), **older)
-        return {**{k: v for k, v in fields.items() if k not in (OPENING, VECTOR)}, BODY: forged.encode(), CLOSES: b""}
+        told = RoundClose.decode(fields[CLOSES])
+        told = dataclasses.replace(told, round=3, outcome=Outcome.BURNT, theta_hash=older["theta_hash"], survivors=())
+        kept = {k: v for k, v in fields.items() if k not in (OPENING, VECTOR)}
+        return {**kept, BODY: forged.encode(), CLOSES: told.encode()}
 
     run.transport.before = before
     silent_after(run, run.start)
