@@ -24,8 +24,6 @@ from lensemble_flwr.gauge.procrustes import (
 DEFAULT_THRESHOLD_DEG = 15.0
 DEFAULT_IMPROVEMENT = 0.8
 DRIFT_RIDGE = 1e-3
-EQUAL_FIT = 0.05
-"""Residuals that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +143,7 @@ def align(
     drift = frame_drift(measured)
     if drift.max_deg <= threshold_deg or after >= improvement * before:
         return Alignment(dict(state), False, drift, before, after, (), None)
-    exact, best = procrustes_align(latents, reference, tolerance=tolerance)
-    # Of two rotations that fit equally well the one nearer to the identity: weak directions, in which the landmarks
-    # hardly differ from noise, then stay where they are. A true change of frame is only fitted by the exact one.
-    q, after = (measured, after) if after <= best * (1 + EQUAL_FIT) else (exact, best)
+    q, after = procrustes_align(latents, reference, tolerance=tolerance)
     drift = frame_drift(q)
     turned = conjugate(state, surface, q)
     if reencode is not None:
