@@ -357,18 +357,20 @@ class SiteParticipant:
             PrivacyBudgetExceeded, LedgerError: the reservation failed; nothing left and nothing was charged.
         """
         opened, attempt, session = self._recall()
-        theta = self._theta(opened, given)
         root = self.dataset_root(opened.federation_id)
-        session.check_envelopes(envelopes)  # before anything is charged: one peer must not make all others pay
+        # Before anything is charged: one peer must not make all others pay. And before a model is taken: that enough
+        # vouch for it was checked when shares were dealt, so a session that dealt none must not make it this site's.
+        session.check_envelopes(envelopes)
+        theta = self._theta(opened, given)
+        params = session_params(opened, attempt)
         # One training at a time in a federation, while the ledger is free for the site's other federations.
         with self.site.training(opened.federation_id, self.config.federation.timeout_s):
             release = self._stored(opened)
             if release is None:
                 release = self._fresh(opened, theta)
-        params = session_params(opened, attempt)
-        lanes = session.masked(envelopes, release.q, threads=cores())
-        if opened.verify_sum:
-            self._chain(opened.federation_id).keep_key(opened, attempt, session.sum_key())
+            lanes = session.masked(envelopes, release.q, threads=cores())
+            if opened.verify_sum:
+                self._chain(opened.federation_id).keep_key(opened, attempt, session.sum_key())
         self._remember(opened, attempt, session)
         # Kept to know how many shares an answer to the unmask question must hold; a header and a bitmap suffice.
         self.memory[ENVELOPES] = envelopes[: set_header_bytes(len(opened.roster))]

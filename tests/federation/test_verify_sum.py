@@ -23,9 +23,9 @@ from lensemble_flwr.federation.outer import checked_step, outer_step
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.records import Outcome, PendingSum, RoundClose, RoundOpen, SumOpening
 from lensemble_flwr.federation.run_folder import StoredSum
-from lensemble_flwr.federation.summed import advance, pack_state, pack_sum, sum_reader, unpack_state
-from lensemble_flwr.federation.task import sketch_seed
-from lensemble_flwr.federation.wire import BODY, CLOSES, OPENING, VECTOR, Refusal, Stage
+from lensemble_flwr.federation.summed import advance, momentum_hash, pack_state, pack_sum, sum_reader, unpack_state
+from lensemble_flwr.federation.task import sketch_seed, theta_hash
+from lensemble_flwr.federation.wire import BODY, CLOSES, ENVELOPES, OPENING, VECTOR, Refusal, Stage
 from lensemble_flwr.secagg import RingParams, ServerSession, signing
 from lensemble_flwr.secagg import wire as secagg_wire
 from lensemble_flwr.secagg.projection import PRIME
@@ -396,6 +396,35 @@ def test_an_older_model_does_not_come_back(tmp_path: Path) -> None:
     assert trained(run) == [3, 3, 3, 3, 1, 1]
     assert causes(run) == ["sum_forged"] * len(causes(run))
     assert {node for at, node, _ in run.transport.errors if at == Stage.OPEN} == {100, 101, 102, 103}
+
+
+def test_a_model_that_nobody_vouched_for_is_not_kept(tmp_path: Path) -> None:
+    """The question for an update, asked before that for shares, must not make a forged model one's own: in the next
+    attempt all members would vouch for it."""
+    run, forged = federation(tmp_path), []
+
+    def before(at: str, node: int, fields: Fields) -> Any:
+        if at == Stage.OPEN:
+            honest = RoundOpen.decode(fields[BODY])
+            theta = run.task.initial() + np.float32(0.5)
+            momentum = np.ones(theta.size)
+            names = {"theta_hash": theta_hash(run.task.layout, theta), "momentum_hash": momentum_hash(momentum)}
+            opened = dataclasses.replace(honest, round=1, steps=1, **seeds(run, honest, 1), **names)
+            told = RoundClose(honest.federation_id, 0, Outcome.COMMITTED, bytes(32), names["theta_hash"], bytes(32), ())
+            fields = {**fields, BODY: opened.encode(), CLOSES: told.encode()}
+            if len(forged) < 4:
+                forged.append(node)
+                assert run.transport.deliver(Stage.OPEN, node, fields).refusal is None
+                given = {VECTOR: pack_state(theta, momentum), ENVELOPES: bytes(200)}
+                assert run.transport.deliver(Stage.TRAIN, node, given).refusal is not None
+            reply = run.transport.deliver(Stage.OPEN, node, fields)
+            assert reply.body[secagg_wire.HEADER_BYTES + secagg_wire.KEY_PAIR_BYTES] == 0  # it does not vouch
+            return fields
+        return None
+
+    run.transport.before = before
+    silent_after(run, run.start)
+    assert trained(run) == [0] * 4
 
 
 def seeds(run: Federation, opened: RoundOpen, index: int) -> dict[str, Any]:
