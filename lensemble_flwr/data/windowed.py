@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -73,7 +74,7 @@ class StoredPictures:
         out = np.empty((len(rows), *self._source.picture_shape()), np.uint8)
         number = np.searchsorted(self._ends, rows, side="right")
         begins = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(number, prepend=-1) != 0))
-        for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True):
+        for begin, end in pairwise([*begins, len(rows)]):
             which = int(number[begin])
             start = int(rows[begin] - self._ends[which] + self.lengths[which])
             self._source.read(int(self._episodes[which]), start, out[begin:end])
