@@ -77,6 +77,10 @@ def _run(argv: Sequence[str]) -> int:
             sites = _sites_of_run(config, folder)
             kept = [o for o in overrides if not o.startswith("federation.sites_dir=")]
             overrides = [*kept, f"federation.sites_dir={_hydra(str(sites))}"]
+            if config.data.name == "recordings":  # this import is slow
+                from lensemble_flwr.federation.site_dataset import check_simulated
+
+                check_simulated(config, sites)
         config = load_config(overrides)
     if arguments.superlink is not None:
         check_length(join_overrides(overrides))

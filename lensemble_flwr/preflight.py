@@ -54,6 +54,8 @@ class Preflight:
     """The rings that would do, narrowest first."""
     left: int | None = None
     """Rounds that the ledgers of existing sites still allow (the fewest of them); None: there are no sites yet."""
+    bodies: tuple[str, ...] = ()
+    """The public bodies, where a site may have another; empty: every participant's body is public."""
     without_coin: tuple[float, float] | None = None
     """(sigma, expected ratio) of the same target without the secret coin; None: there is no coin, or sigma is given."""
 
@@ -81,7 +83,7 @@ class Preflight:
             raise PrivacyBudgetExceeded(
                 f"The sites in {sites} have spent their budget in earlier runs: not one more round of this kind fits.",
                 f"See lensemble ledger show {sites}/site-0000; use other sites (federation.sites_dir), or raise the "
-                "budget in each site's policy.json.",
+                "budget in each site's policy.yaml or policy.json.",
                 round=0,
             )
 
@@ -167,6 +169,8 @@ class Preflight:
                 lines.append(self._rehearsal_line(self.rehearsal))
             else:
                 lines.append(f"no public rehearsal: it would take over {MOST_REHEARSAL_S:g} s; the ratio above judges")
+        if self.bodies:
+            lines.append(self._bodies_line())
         if plan.two_party:
             lines.append(
                 "WARNING: two participants: each sees the other's update, hidden only by the other's own noise."
@@ -197,6 +201,16 @@ class Preflight:
     def rounds_allowed(self) -> int:
         """Rounds that the run's own target allows at the plan's noise."""
         return rounds_allowed(self.config, self.plan)
+
+    def _bodies_line(self) -> str:
+        """What happens at a site whose body is not public; nobody but the site knows whether there is one."""
+        rate = self.config.inner.head_lr
+        fresh = f"trains a fresh action head (inner.head_lr={rate:g})" if rate > 0 else "keeps an untrained action head"
+        return (
+            f"{'' if rate > 0 else 'WARNING: '}public bodies, the only ones in a rehearsal: {', '.join(self.bodies)}; "
+            f"a site with another {fresh}, which costs more than is shown here"
+            + ("" if rate > 0 else ": set inner.head_lr above 0")
+        )
 
     def _coin_line(self) -> str:
         """What the secret coin does here, and plainly whether it pays."""
@@ -279,8 +293,14 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         seconds_source=source,
         rings=tuple(ring_costs(config, plan.n, plan.dimension, mean_square)),
         left=_rounds_left(config, plan) if simulation else None,
+        bodies=_public_bodies(config, task),
         without_coin=_without_coin(config, plan),
     )
+
+
+def _public_bodies(config: Config, task: Task) -> tuple[str, ...]:
+    world = getattr(task, "world", None)
+    return tuple(world.embodiments) if world is not None and config.data.name == "recordings" else ()
 
 
 def rounds_allowed(config: Config, plan: Plan) -> int:

@@ -52,15 +52,25 @@ def without(source: EpisodeSource, excluded: Collection[bytes]) -> tuple[list[Ep
     Raises:
         DataError: nothing is left.
     """
+    kept = [source.episode(i) for i in usable(source, excluded)]
+    return kept, len(source) - len(kept)
+
+
+def usable(source: EpisodeSource, excluded: Collection[bytes]) -> list[int]:
+    """Numbers of the episodes that :func:`without` keeps.
+
+    Raises:
+        DataError: nothing is left.
+    """
     unwanted = frozenset(excluded)
     hashes = episode_hashes(source) if unwanted else [b""] * len(source)
-    kept = [source.episode(i) for i, digest in enumerate(hashes) if digest not in unwanted]
+    kept = [i for i, digest in enumerate(hashes) if digest not in unwanted]
     if not kept:
         raise DataError(
             f"source {source.name!r} has no episodes for training ({len(source)} are probe or evaluation episodes).",
             "Give this participant data of its own.",
         )
-    return kept, len(source) - len(kept)
+    return kept
 
 
 def pack(episodes: Sequence[Episode]) -> Packed:

@@ -20,6 +20,7 @@ from lensemble_flwr.data.episodes import episode_hash
 from lensemble_flwr.data.formats import RecordingSpec, open_recordings
 from lensemble_flwr.data.hashed import HashedSource
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, CommitmentMismatch, ConfigError, DataError
+from lensemble_flwr.federation.recorded_root import note_recordings
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.site_dataset import check_dataset, load_dataset
 from lensemble_flwr.federation.task import Task
@@ -141,6 +142,8 @@ def _verify_site(folder: Path, overrides: Sequence[str]) -> int:
         sound = sound and holds
     if not joined:
         print("The site has joined no federation yet.")
+    elif note_recordings(site, hashes):
+        print("The ledger's last entry named other recordings; it now has an event with these.")
     return EXIT_OK if sound else EXIT_FAILURE
 
 

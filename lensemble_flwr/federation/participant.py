@@ -23,6 +23,7 @@ from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.plan import make_plan, next_keys_binding, opened_charge, session_params
 from lensemble_flwr.federation.policy import run_budget
+from lensemble_flwr.federation.recorded_root import DATASET_ROOT, own_root
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
     JoinReply,
@@ -47,7 +48,6 @@ ACK = b"\x01"
 _PIN = "Pin the other participants' identities: lensemble site roster FOLDER --add NAME=IDENTITY"
 _OPEN, _ATTEMPT, _KEYS, _SESSION, _NEXT = "open", "attempt", "keys", "session", "next"
 _NAMED = 36
-_OWN = bytes(32)  # no federation: salts the root that a site compares with itself
 
 
 def _name(federation_id: bytes, round_index: int) -> bytes:
@@ -140,7 +140,7 @@ class SiteParticipant:
         try:
             hashes = self.task.episode_hashes(self.partition)
             root = commitment.root(hashes, self.site.dataset_salt(federation_id))
-            own = commitment.root(hashes, self.site.dataset_salt(_OWN)).hex()
+            own = own_root(self.site, hashes).hex()
         except STOPS:
             raise
         except BaseException as error:  # a panic of compiled code is no Exception
@@ -153,7 +153,7 @@ class SiteParticipant:
         with self.site.ledger() as ledger:
             # Roots of two federations cannot be compared; `recordings` says to the operator whether the data changed.
             event_data = {"federation": federation_id.hex(), "root": root.hex(), "recordings": own}
-            ledger.event("dataset_root", event_data)
+            ledger.event(DATASET_ROOT, event_data)
         self.site.keep_dataset_root(federation_id, root)
         return root
 

@@ -112,6 +112,25 @@ def check_dataset(config: Config, dataset: SiteDataset | None) -> None:
         )
 
 
+def check_simulated(config: Config, sites: Path) -> None:
+    """Whether the sites of a simulated run on recordings all say where theirs are.
+
+    Raises:
+        ConfigError: some do not; names them.
+    """
+    if config.data.name != "recordings":
+        return
+    names = [f"site-{number:04d}" for number in range(config.federation.participants)]
+    missing = [name for name in names if not (sites / name / DATASET).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} of {len(names)} sites in {sites} name no recordings: {', '.join(missing[:5])}"
+            f"{' ...' if len(missing) > 5 else ''}.",
+            f"Make each: lensemble site init {sites / missing[0]} --data PATH; they are numbered from site-0000, one "
+            "for each of federation.participants. With federation.sites_dir a run takes sites that are there.",
+        )
+
+
 def of_run(dataset: SiteDataset, config: Config) -> SiteDataset:
     """The same with the run's picture size."""
     return replace(dataset, spec=replace(dataset.spec, image_size=config.model.image_size))

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import Episode, EpisodeSource, episode_hashes, iterate
 from lensemble_flwr.data.probe import Probe, build_probe, load_probe, save_probe
-from lensemble_flwr.data.windows import without
+from lensemble_flwr.data.windowed import StoredPictures, windowed
+from lensemble_flwr.data.windows import usable, without
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
 from lensemble_flwr.federation.site_dataset import SiteDataset
@@ -40,12 +42,11 @@ from lensemble_flwr.model.pretrained import Pretrained, load_pretrained
 from lensemble_flwr.model.proprio import StateScale
 from lensemble_flwr.model.sigreg import sketch_hash
 from lensemble_flwr.model.spec import HeadSpec, InnerSpec, ModelSpec, ObjectiveSpec, WarmStartSpec, to_plain
-from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories, join
+from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
 from lensemble_flwr.model.warmstart import RECIPE, WarmStart, load_warm_start, save_warm_start, train_warm_start
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, frame_surface
 
 _RESERVED = "lensemble evaluation episodes 1"
-_PART = 4096  # frames that are encoded at a time
 _STILL = 1e-6
 
 
@@ -249,9 +250,22 @@ class WorldTask:
         return [label(i) for i, digest in enumerate(episode_hashes(source)) if digest in self.reserved]
 
     def local_data(self, partition: int) -> Trajectories:
-        """A participant's episodes, without public probe and evaluation episodes that may have slipped in."""
-        episodes, _ = without(self.recordings(partition), self.reserved)
-        return self._frames(episodes, self._local_scale(episodes))
+        """A participant's episodes, without public probe and evaluation episodes that may have slipped in.
+
+        Pictures of recordings stay on the disk, and a batch reads its own.
+        """
+        source = self.recordings(partition)
+        stored = windowed(source)
+        if stored is None:
+            episodes, _ = without(source, self.reserved)
+            return self._frames(episodes, self._local_scale(episodes))
+        kept = usable(source, self.reserved)
+        actions, states = zip(*map(stored.labels, kept), strict=True)
+        scale = self._scale_of(states)
+        pictures = StoredPictures(stored, kept)
+        return Trajectories.stored(
+            pictures, pictures.lengths.tolist(), [_inputs(a, s, scale) for a, s in zip(actions, states, strict=True)]
+        )
 
     def training_data(self, partition: int) -> Trajectories | LatentTrajectories:
         """What a participant trains on: its frames, or, when the encoder is frozen, their latents (encoded once)."""
@@ -273,34 +287,9 @@ class WorldTask:
                 kept = LatentTrajectories.from_bytes(path.read_bytes(), key)
                 if kept is not None:
                     return kept
-        made = self._encoded_in_parts(source)
+        made = encode_trajectories(self._model, self.local_data(partition))
         atomic_write(path, made.to_bytes(key))
         return made
-
-    def _encoded_in_parts(self, source: EpisodeSource) -> LatentTrajectories:
-        """Encode a few episodes at a time, so that memory does not grow with the recordings."""
-        kept = [i for i, digest in enumerate(episode_hashes(source)) if digest not in self.reserved]
-        if not kept:
-            without(source, self.reserved)  # says what is wrong
-        parts: list[LatentTrajectories] = []
-        states: list[np.ndarray | None] = []
-        actions: list[np.ndarray] = []
-        waiting: list[Episode] = []
-        for index in kept:
-            waiting.append(source.episode(index))
-            if index != kept[-1] and sum(len(e) + 1 for e in waiting) < _PART:
-                continue
-            parts.append(encode_trajectories(self._model, self._frames(waiting, None)))
-            states += [e.states for e in waiting]
-            actions += [e.actions for e in waiting]
-            waiting = []
-        whole = join(parts)
-        scale = self._scale_of(states)
-        if scale is None:
-            return whole
-        rows = [scale.beside(a, s) for a, s in zip(actions, states, strict=True) if s is not None]
-        padded = np.concatenate([np.pad(r, ((0, 1), (0, 0))) for r in rows])
-        return dataclasses.replace(whole, actions=torch.from_numpy(padded))
 
     # ------------------------------------------------------------------ what an action head reads
 
@@ -324,9 +313,7 @@ class WorldTask:
         return self._scales[body]
 
     def _frames(self, episodes: Sequence[Episode], scale: StateScale | None) -> Trajectories:
-        actions = [
-            e.actions if scale is None or e.states is None else scale.beside(e.actions, e.states) for e in episodes
-        ]
+        actions = [_inputs(e.actions, e.states, scale) for e in episodes]
         return Trajectories.from_episodes([e.frames for e in episodes], actions)
 
     def _public_frames(self, body: str, source: EpisodeSource) -> Trajectories:
@@ -570,6 +557,11 @@ class WorldTask:
         if self.objective_spec.lambda_anc > 0:
             anchor = FrameAnchor(self._landmarks, self._landmark_targets, self.config.gauge.anchor)
         return Objective(self.objective_spec, anchor)
+
+
+def _inputs(actions: NDArray[np.float32], states: NDArray | None, scale: StateScale | None) -> NDArray[np.float32]:
+    """What the head of a body reads at each step: its actions, and its states beside them if they are an input."""
+    return actions if scale is None or states is None else scale.beside(actions, states)
 
 
 def _seed(*path: object) -> int:

@@ -473,7 +473,7 @@ class _Batches:
         index = rows[:, None] + self._span
         data = self._data
         if isinstance(data, Trajectories):
-            seen = data.frames[index].flatten(0, 1)
+            seen = data.at(index).flatten(0, 1)
             seen = seen if self._landmarks is None else torch.cat([seen, self._landmarks])
         else:
             seen = data.latents[index]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import safetensors
@@ -87,18 +88,29 @@ def file_metadata(data: bytes) -> dict[str, str]:
     return dict(json.loads(data[8 : 8 + size]).get("__metadata__") or {})
 
 
+class Pictures(Protocol):
+    """Frames that stay on a disk, one after another."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The frames at ``rows`` (n,), (n, H, W, C)."""
+        ...
+
+
 @dataclass(frozen=True)
 class Trajectories:
     """Episodes as frames.
 
     Attributes:
-        frames: (N, C, H, W) uint8, the frames of all episodes one after another.
+        frames: (N, C, H, W) uint8, the frames of all episodes one after another; or where they are read from, and then
+            memory does not grow with N. Use :meth:`at`.
         actions: (N, a) float32; row i holds the action taken at frame i, the last row of an episode is zero.
         lengths: frames of each episode; sums to N.
         states: (N, s) float32 true states, or None.
     """
 
-    frames: Tensor
+    frames: Tensor | Pictures
     actions: Tensor
     lengths: tuple[int, ...]
     states: Tensor | None = None
@@ -124,26 +136,64 @@ class Trajectories:
         for number, (pictures, moves) in enumerate(zip(frames, actions, strict=True)):
             if pictures.ndim != 4 or pictures.dtype != np.uint8:
                 raise DataError(f"Episode {number}: frames are {pictures.dtype} {pictures.shape}, not uint8 THWC.")
-            if moves.ndim != 2 or len(moves) != len(pictures) - 1:
-                raise DataError(f"Episode {number}: {len(pictures)} frames need {len(pictures) - 1} actions.")
-            if not np.isfinite(moves).all():
-                raise DataError(f"Episode {number}: an action is not finite.", "Repair or drop the episode.")
+            _check_actions(number, moves, len(pictures))
             if states is not None and len(states[number]) != len(pictures):
                 raise DataError(f"Episode {number}: {len(pictures)} frames need as many states.")
         stacked = torch.from_numpy(np.ascontiguousarray(np.concatenate(list(frames)).transpose(0, 3, 1, 2)))
-        padded = [np.concatenate([np.asarray(m, np.float32), np.zeros((1, m.shape[1]), np.float32)]) for m in actions]
         truth = None if states is None else torch.from_numpy(np.concatenate(list(states)).astype(np.float32))
         lengths = tuple(len(pictures) for pictures in frames)
-        return Trajectories(stacked, torch.from_numpy(np.concatenate(padded)), lengths, truth)
+        return Trajectories(stacked, _padded(actions), lengths, truth)
+
+    @staticmethod
+    def stored(frames: Pictures, lengths: Sequence[int], actions: Sequence[NDArray[np.float32]]) -> Trajectories:
+        """Episodes whose frames stay where they are; otherwise as :meth:`from_episodes`.
+
+        Args:
+            frames: of all episodes. lengths: frames of each. actions: per episode (T, a) floats.
+
+        Raises:
+            DataError: no episode, or lengths that do not belong together, or actions that are not finite.
+        """
+        if not actions or len(actions) != len(lengths) or sum(lengths) != len(frames):
+            raise DataError("Frames and actions do not hold the same, positive number of episodes.")
+        for number, (moves, length) in enumerate(zip(actions, lengths, strict=True)):
+            _check_actions(number, moves, length)
+        return Trajectories(frames, _padded(actions), tuple(map(int, lengths)))
+
+    def at(self, rows: Tensor) -> Tensor:
+        """The frames at ``rows`` (...) int64 on the CPU, (..., C, H, W) uint8."""
+        if isinstance(self.frames, Tensor):
+            return self.frames[rows]
+        found = self.frames.read(rows.reshape(-1).numpy())
+        stacked = torch.from_numpy(np.ascontiguousarray(found.transpose(0, 3, 1, 2)))
+        return stacked.view(*rows.shape, *stacked.shape[1:])
+
+    def __len__(self) -> int:
+        """Frames in all."""
+        return len(self.frames)
 
     def starts(self, window: int) -> Tensor:
         """Rows at which a window of ``window`` frames starts, (W,) int64."""
         return _window_starts(self.lengths, window)
 
     def to(self, device: torch.device | str) -> Trajectories:
-        """The same on another device."""
+        """The same on another device; frames on a disk stay there."""
         states = None if self.states is None else self.states.to(device)
-        return replace(self, frames=self.frames.to(device), actions=self.actions.to(device), states=states)
+        frames = self.frames.to(device) if isinstance(self.frames, Tensor) else self.frames
+        return replace(self, frames=frames, actions=self.actions.to(device), states=states)
+
+
+def _check_actions(number: int, moves: NDArray[np.float32], frames: int) -> None:
+    if moves.ndim != 2 or len(moves) != frames - 1:
+        raise DataError(f"Episode {number}: {frames} frames need {frames - 1} actions.")
+    if not np.isfinite(moves).all():
+        raise DataError(f"Episode {number}: an action is not finite.", "Repair or drop the episode.")
+
+
+def _padded(actions: Sequence[NDArray[np.float32]]) -> Tensor:
+    """Actions of all episodes, each followed by a row of zeros."""
+    rows = [np.concatenate([np.asarray(m, np.float32), np.zeros((1, m.shape[1]), np.float32)]) for m in actions]
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def join(parts: Sequence[LatentTrajectories]) -> LatentTrajectories:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,14 +252,14 @@ def train_warm_start(
         if pretrained is not None:
             model.encoder.load_state_dict(pretrained.state, strict=False)
         heads = {body: ActionHead(public[body][0], spec) for body in names}
-        frames = torch.cat([public[body][1].frames for body in names])
-        fit_pixels(model.encoder, frames[:: max(1, len(frames) // 2048)])
+        sample = _sample([public[body][1] for body in names], 2048)
+        fit_pixels(model.encoder, sample)
         attach_normaliser(model.encoder)
         model.to(device)
         for head in heads.values():
             head.to(device)
         _train(model, heads, public, starts, training, goal, progress, device)
-        fold_normaliser(model.encoder, frames[:: max(1, len(frames) // 2048)])
+        fold_normaliser(model.encoder, sample)
         model.cpu()
         for head in heads.values():
             head.cpu()
@@ -278,6 +278,16 @@ def train_warm_start(
             **({} if pretrained is None else {"unfit": list(map(str, pretrained.unfit)), "fresh": pretrained.fresh}),
         },
     )
+
+
+def _sample(sets: Sequence[Trajectories], about: int) -> Tensor:
+    """Every k-th frame of all sets end to end, ``about`` so many."""
+    total = sum(map(len, sets))
+    rows, parts = torch.arange(0, total, max(1, total // about)), []
+    for each in sets:
+        parts.append(each.at(rows[(rows >= 0) & (rows < len(each))]))
+        rows = rows - len(each)
+    return torch.cat(parts)
 
 
 def _train(
@@ -309,7 +319,7 @@ def _train(
                 continue
             picked = starts[body][torch.randint(len(starts[body]), (each[body],), generator=draw)]
             index = picked[:, None] + span
-            frames.append(public[body][1].frames[index].flatten(0, 1))
+            frames.append(public[body][1].at(index).flatten(0, 1))
             embeddings.append(heads[body](public[body][1].actions[index[:, :-1]].to(device)))
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=device == "cuda"):
             latents = model.encode(torch.cat(frames).to(device)).view(-1, goal.segment, model.spec.latent_dim)

@@ -67,7 +67,8 @@ def encode_trajectories(model: WorldModel, trajectories: Trajectories, batch: in
         The same episodes as latents, on the CPU.
     """
     device = next(model.parameters()).device
-    parts = [model.encode(part.to(device)).cpu() for part in trajectories.frames.split(batch)]
+    blocks = torch.arange(len(trajectories)).split(batch)
+    parts = [model.encode(trajectories.at(rows).to(device)).cpu() for rows in blocks]
     return LatentTrajectories(torch.cat(parts), trajectories.actions, trajectories.lengths, trajectories.states)
 
 

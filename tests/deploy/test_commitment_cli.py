@@ -95,6 +95,7 @@ def test_a_site_is_verified_from_its_files(joined: Joined, capsys: pytest.Captur
     assert joined.run("prove", joined.site, "--episode", 0) == 2
     joined.federate("one")
     assert joined.run("verify", joined.site) == 0
+    assert "ledger" not in capsys.readouterr().out
     # Another recording under the same stamps: only reading everything anew finds it.
     path = joined.tmp / "arm" / "000.npz"
     before = path.stat()
@@ -106,6 +107,12 @@ def test_a_site_is_verified_from_its_files(joined: Joined, capsys: pytest.Captur
     shutil.rmtree(joined.site / "cache" / "frames", ignore_errors=True)
     assert joined.run("verify", joined.site) == 1
     assert "OTHER" in capsys.readouterr().out
+    assert joined.run("verify", joined.site) == 1
+    assert "ledger" not in capsys.readouterr().out  # entered once
+    with Site(joined.site).ledger() as ledger:
+        joining, changed = (event.data for event in ledger.events("dataset_root"))
+    assert changed["recordings"] != joining["recordings"]
+    assert (changed["federation"], changed["root"]) == ("", "")
     assert joined.run("prove", joined.site, "--episode", 1) == 1
 
 

@@ -85,7 +85,7 @@ def test_two_robots_federate(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not any("head" in part.name for part in task.layout)
     # Every message is a new process at a real site: it reads the latents that it kept, and they are the same.
     again = site(federation.config, folder, "arm", tmp_path)
-    monkeypatch.setattr(again, "_encoded_in_parts", lambda source: pytest.fail("encoded again"))
+    monkeypatch.setattr(again, "local_data", lambda partition: pytest.fail("encoded again"))
     assert torch.equal(again.training_data(1).actions, sites[1].training_data(1).actions)
 
 
@@ -271,3 +271,24 @@ def test_a_changed_recording_is_hashed_again(folder: Path, tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "arm")
     record(tmp_path / "arm", "arm", 4, 3)
     assert site(load_config(overrides), tmp_path, "arm", tmp_path).episode_hashes(0) != before
+
+
+@pytest.mark.parametrize(("cache", "proprio"), [(True, "none"), (False, "local")])
+@pytest.mark.parametrize("surface", ["full", "predictor"])
+def test_pictures_on_the_disk_train_the_same_weights_to_the_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: str, cache: bool, proprio: str
+) -> None:
+    overrides, task = coordinator(folder, f"federation.surface={surface} model.proprio={proprio}")
+    plant(folder, tmp_path, task, 4)  # some episodes are left out
+
+    def trained(name: str) -> tuple[np.ndarray, bytes]:
+        own = site(load_config(overrides), tmp_path, "planted", tmp_path / name, cache=cache, state_keys=["state"])
+        assert isinstance(own.local_data(0).frames, torch.Tensor) == (name == "memory")
+        found = own.local_update(own.initial(), 0, None, steps=3, sketch_seed=1, round_index=0)
+        return found.theta, found.state
+
+    stored = trained("stored")
+    monkeypatch.setattr("lensemble_flwr.federation.world_task.windowed", lambda source: None)
+    memory = trained("memory")
+    assert np.array_equal(stored[0], memory[0])
+    assert stored[1] == memory[1]

@@ -34,6 +34,8 @@ from lensemble_flwr.errors import ContractViolation
 _MARK = b"LFC1"
 _CHANNELS = 3
 _CHUNK = 64  # pictures written at once
+_RESIDENT = 64 << 20
+"""Bytes of mapped pictures that may stay in a process's memory; they are on the disk anyway."""
 _KEEP_FREE = 1 << 30
 """Bytes of its disk that a cache never takes."""
 
@@ -79,9 +81,10 @@ class FrameCache:
         self._map: NDArray[np.uint8] | None = None
         if kept:
             shape = (int(self._offsets[self.episodes]), side, side, _CHANNELS)
-            mapped = mmap.mmap(self._frames, kept, prot=mmap.PROT_READ)  # keeps a handle of its own
-            self._map = np.frombuffer(mapped, np.uint8).reshape(shape)
+            self._pages = mmap.mmap(self._frames, kept, prot=mmap.PROT_READ)  # keeps a handle of its own
+            self._map = np.frombuffer(self._pages, np.uint8).reshape(shape)
         self._good = np.zeros(self.episodes, bool)
+        self._seen = 0
 
     def get(self, index: int) -> NDArray[np.uint8] | None:
         """The pictures of an episode [n, S, S, 3], read-only and still on the disk; None if they are not kept.
@@ -91,6 +94,10 @@ class FrameCache:
         if index >= self.episodes or self._map is None:
             return None
         frames = self._map[self._offsets[index] : self._offsets[index + 1]]
+        self._seen += frames.nbytes
+        if self._seen > _RESIDENT:  # whoever still reads an older part gets its pages again from the disk's cache
+            self._pages.madvise(mmap.MADV_DONTNEED)
+            self._seen = frames.nbytes
         if not self._good[index]:
             entry = os.pread(self._done, 8, 8 * index)
             if entry != _MARK + zlib.crc32(frames.data).to_bytes(4, "little"):

@@ -162,11 +162,50 @@ class Recordings:
             actions = self._recent_actions(number)
             if start < 0 or length < 2 or start + length > len(actions) + 1:
                 raise ContractViolation("a window lies outside its episode.")
-            if self._frame_cache() is not None:
-                frames = self._pictures(number, index, len(actions))[start : start + length]
-            else:
-                frames = self._decode(number, np.arange(start, start + length))
+            frames = np.empty((length, *self.picture_shape()), np.uint8)
+            self._fill(number, index, len(actions), start, frames)
             return Batch(frames[None], actions[start : start + length - 1][None])
+
+    def picture_shape(self) -> tuple[int, int, int]:
+        """(S, S, 3)."""
+        return self.spec.image_size, self.spec.image_size, 3
+
+    def labels(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Actions float32 [T, a] and states [T + 1, s] (or None) of an episode; its pictures are not read.
+
+        Raises:
+            DataError: they cannot be used, or the metadata states another length.
+        """
+        check_index(index, len(self), self.name)
+        with self._lock, self._naming(int(self._kept[index])):
+            raw = self._reader.load(int(self._kept[index]))
+            actions = self._actions(raw)
+            if len(actions) + 1 != self.lengths[index]:
+                raise DataError("the metadata states another length.", "Correct it, or use on_bad_episode: skip.")
+            return actions, self._states(raw, len(actions) + 1)
+
+    def read(self, index: int, start: int, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` uint8 [n, S, S, 3] with pictures ``start`` .. ``start + n`` of an episode.
+
+        From the frame cache where it keeps the episode (after the first time), else decoding these pictures only.
+
+        Raises:
+            DataError: the episode cannot be used. ContractViolation: there are no such pictures.
+        """
+        check_index(index, len(self), self.name)
+        with self._lock, self._naming(int(self._kept[index])):
+            steps = int(self.lengths[index]) - 1
+            if start < 0 or not len(out) or start + len(out) > steps + 1:
+                raise ContractViolation("a window lies outside its episode.")
+            self._fill(int(self._kept[index]), index, steps, start, out)
+
+    def _fill(self, number: int, index: int, steps: int, start: int, out: NDArray[np.uint8]) -> None:
+        cache = self._frame_cache()
+        if cache is not None and index < cache.episodes:
+            out[:] = self._pictures(number, index, steps)[start : start + len(out)]
+        else:
+            for at, picture in enumerate(self._squares(number, np.arange(start, start + len(out)))):
+                out[at] = picture
 
     def packed(self, progress: Callable[[int, int], None] | None = None) -> Packed:
         """All episodes end to end, the pictures as a memory map of the frame cache: any size fits into memory.
@@ -317,9 +356,16 @@ class Recordings:
             raise DataError(f"{count} pictures where {len(rows)} are needed.", "The recording is cut.")
 
     def _episode(self, number: int, raw: Raw, frames: NDArray[np.uint8], actions: NDArray[np.float32]) -> Episode:
-        k = self.spec.frameskip
-        states = None if raw.states is None else raw.states[: len(frames) * k : k]
+        states = self._states(raw, len(frames))
         return Episode(frames, actions, states, self._body, {"recording": self._label(number)[:200]})
+
+    def _states(self, raw: Raw, pictures: int) -> NDArray[np.float32] | None:
+        k = self.spec.frameskip
+        return None if raw.states is None else raw.states[: pictures * k : k]
+
+    def __reduce__(self) -> tuple[Callable[..., Recordings], tuple[Path, RecordingSpec, Path, str]]:
+        """Another process of the same participant opens the files itself (``inner.parallel``)."""
+        return _reopened, (self._reader.path, self.spec, self._folder, self.stamps)
 
     def _options(self) -> dict[str, object]:
         kept = self.spec.to_dict()
@@ -360,6 +406,15 @@ class _Naming:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DataError) and not hasattr(error, "episode"):
             raise self._source._named(self._number, error) from error
+
+
+def _reopened(path: Path, spec: RecordingSpec, folder: Path, stamps: str) -> Recordings:
+    from lensemble_flwr.data.formats.spec import open_recordings
+
+    found = open_recordings(path, spec, cache_dir=folder, log=lambda text: None)
+    if found.stamps != stamps:
+        raise DataError(f"{path} changed while it was read.", "Leave recordings alone while a round is running.")
+    return found
 
 
 def _are_notes(notes: object, episodes: int) -> bool:
