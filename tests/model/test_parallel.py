@@ -72,6 +72,7 @@ def test_two_processes_make_the_update_of_one() -> None:
     assert np.abs(one.theta - start.theta).max() > 1e-3  # there was something to get wrong
 
 
+@pytest.mark.slow
 def test_adamw_too() -> None:
     """AdamW divides a gradient by its size, so where the gradient is rounding noise alone (the keys' bias: softmax
     does not depend on it) the step is noise as well. Everywhere else the updates agree."""
@@ -125,8 +126,8 @@ def test_an_error_in_a_process_is_raised_here() -> None:
 
 
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_module, "_dump", lambda value: b"no job")
-    with pytest.raises(ContractViolation, match="ended with exit status"):
+    monkeypatch.setattr(parallel_module, "_PROGRAM", "import sys; sys.exit(3)")
+    with pytest.raises(ContractViolation, match="ended with exit status 3"):
         run_parallel(2, {})
 
 
