@@ -103,7 +103,14 @@ class ModelChain:
     # ------------------------------------------------------------------ what is kept of a round under way
 
     def keep_key(self, opened: RoundOpen, attempt: int, key: bytes) -> None:
-        """Before a masked vector leaves: the key with which its sum will be verified."""
+        """Before a masked vector leaves: the key with which its sum will be verified.
+
+        Raises:
+            RoundError: the key of a later attempt is here; that of a late answer would take its place.
+        """
+        known = self._pending()
+        if known is not None and (known.round, known.attempt) > (opened.round, attempt):
+            raise refused("A later attempt was answered.", Refusal.STALE)
         pending = PendingSum(
             federation_id=self.fid,
             round=opened.round,
