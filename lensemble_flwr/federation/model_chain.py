@@ -183,6 +183,8 @@ class ModelChain:
             return told
         if pending.survivors and set(pending.survivors) != set(told.survivors):
             self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
+        if not len(set(told.survivors)) == len(told.survivors) <= pending.roster_size:
+            self._forged(f"the sum of round {told.round} names a survivor twice, or more than there are members")
         if self.site.identity not in told.survivors:
             self.site.drop_pending(self.fid)
             return None  # its vector did not arrive: the sum is the others', and so is its check
