@@ -24,6 +24,7 @@ import torch
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import episode_hash
 from lensemble_flwr.errors import ContractViolation, ProbeError
+from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, Progress, Slice
 from lensemble_flwr.federation.world_task import WorldTask
 from lensemble_flwr.gauge.align import FrameSurface, align
@@ -41,8 +42,8 @@ _EXACT = 1e-6
 class FunctionTask(WorldTask):
     """See the module. ``gauge.windows``, ``distill_steps``, ``distill_lr``, ``student_widths`` belong to it."""
 
-    def __init__(self, config: Config, data_dir: Path | None = None) -> None:
-        super().__init__(config, data_dir)
+    def __init__(self, config: Config, data_dir: Path | None = None, dataset: SiteDataset | None = None) -> None:
+        super().__init__(config, data_dir, dataset)
         count, z = config.gauge.windows, self.model_spec.latent_dim
         self.layout = (
             Slice("function.latents", (3 * count, z), 0),

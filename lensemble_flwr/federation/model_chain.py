@@ -103,7 +103,14 @@ class ModelChain:
     # ------------------------------------------------------------------ what is kept of a round under way
 
     def keep_key(self, opened: RoundOpen, attempt: int, key: bytes) -> None:
-        """Before a masked vector leaves: the key with which its sum will be verified."""
+        """Before a masked vector leaves: the key with which its sum will be verified.
+
+        Raises:
+            RoundError: the key of a later attempt is here; that of a late answer would take its place.
+        """
+        known = self._pending()
+        if known is not None and (known.round, known.attempt) > (opened.round, attempt):
+            raise refused("A later attempt was answered.", Refusal.STALE)
         pending = PendingSum(
             federation_id=self.fid,
             round=opened.round,
@@ -176,6 +183,8 @@ class ModelChain:
             return told
         if pending.survivors and set(pending.survivors) != set(told.survivors):
             self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
+        if not len(set(told.survivors)) == len(told.survivors) <= pending.roster_size:
+            self._forged(f"the sum of round {told.round} names a survivor twice, or more than there are members")
         if self.site.identity not in told.survivors:
             self.site.drop_pending(self.fid)
             return None  # its vector did not arrive: the sum is the others', and so is its check

@@ -55,7 +55,7 @@ def build_task(
         if config.federation.surface == "function":
             from lensemble_flwr.federation.function_task import FunctionTask
 
-            return FunctionTask(config, data_dir)
+            return FunctionTask(config, data_dir, dataset)
         from lensemble_flwr.federation.world_task import WorldTask
 
         return WorldTask(config, data_dir, dataset)

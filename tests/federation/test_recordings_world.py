@@ -13,6 +13,7 @@ from lensemble_flwr.config import Config, load_config
 from lensemble_flwr.data.formats import RecordingSpec
 from lensemble_flwr.errors import ConfigError, DataError, LensembleError, PolicyViolation
 from lensemble_flwr.federation.site_dataset import SiteDataset, check_dataset, load_dataset, save_dataset
+from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.world_task import WorldTask
 from lensemble_flwr.model.inner import InnerState
 from lensemble_flwr.model.spec import HeadSpec
@@ -292,3 +293,9 @@ def test_pictures_on_the_disk_train_the_same_weights_to_the_bit(
     memory = trained("memory")
     assert np.array_equal(stored[0], memory[0])
     assert stored[1] == memory[1]
+
+
+def test_a_site_with_recordings_of_its_own_can_answer_as_a_function(tmp_path: Path) -> None:
+    found = SiteDataset(tmp_path, RecordingSpec(), tmp_path / "cache")
+    task = build_task(load_config(f"{RUN} federation.surface=function"), None, (), found)
+    assert task._cache_dir == found.cache  # type: ignore[attr-defined]

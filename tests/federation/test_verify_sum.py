@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lensemble_flwr.errors import LensembleError, SecureAggregationError
+from lensemble_flwr.errors import LensembleError, RoundError, SecureAggregationError
 from lensemble_flwr.federation import coordinator as coordinator_module
 from lensemble_flwr.federation.coordinator import Reply
+from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.outer import checked_step, outer_step
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.records import Outcome, PendingSum, RoundClose, RoundOpen, SumOpening
@@ -335,6 +336,42 @@ def test_other_survivors_than_were_shown_do_not_pass(tmp_path: Path, more: bool)
     silent_after(run, run.start)
     assert trained(run) == [1] * 4
     assert set(causes(run)) == {"sum_forged"}
+
+
+def test_a_survivor_that_is_named_twice_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the sum of twice as many has the same mean, and the tag of it fits."""
+    run = federation(tmp_path)
+    lying(monkeypatch, LIES["twice the sum"])
+
+    def twice(told: SumOpening) -> SumOpening:
+        return dataclasses.replace(told, survivors=tuple(sorted(2 * told.survivors)))
+
+    monkeypatch.setattr(coordinator_module, "checked_step", _of_twice_as_many)
+    edit(run, Stage.OPEN, reopened(twice))
+    silent_after(run, run.start)
+    assert trained(run) == [1] * 4
+    assert set(causes(run)) == {"sum_forged"}
+
+
+def _of_twice_as_many(theta: Any, momentum: Any, total: Any, scale: int, count: int, *rest: Any, **more: Any) -> Any:
+    return checked_step(theta, momentum, total, scale, 2 * count, *rest, **more)
+
+
+def test_a_late_answer_does_not_bring_the_key_of_an_earlier_attempt_back(tmp_path: Path) -> None:
+    run, refused = federation(tmp_path, "diloco.rounds=1"), []
+
+    def late(node: int, fields: dict[str, Any]) -> None:
+        opened = run.folder.opened(0)  # type: ignore[union-attr]
+        assert opened is not None
+        chain = ModelChain(run.transport.members[node].site, run.config, run.task, opened.federation_id)
+        with pytest.raises(RoundError):
+            chain.keep_key(opened, 0, bytes(32))
+        refused.append(node)
+
+    edit(run, Stage.UNMASK, late)
+    run.start()
+    assert len(refused) == 4
+    assert not run.transport.errors
 
 
 def test_a_burnt_round_that_changes_the_model_is_a_forgery(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Only what is inside the file is read: external links, external storage, virtual 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lensemble_flwr.data.actions import MAX_ACTION_DIM
 from lensemble_flwr.data.formats.files import ordinary, parse_json, read_json
 from lensemble_flwr.data.formats.pictures import check_picture
 from lensemble_flwr.data.formats.reader import (
@@ -141,8 +143,7 @@ class _Hdf5:
             raise DataError(f"{path} has chunks of more than 256 MiB.", "Write it with smaller chunks.")
         return place
 
-    def _column(self, path: str) -> NDArray:
-        data = self._dataset(path)
+    def _column(self, data: Any, path: str) -> NDArray:
         if data.ndim < 1 or np.prod([float(n) for n in data.shape]) * data.dtype.itemsize > MAX_COLUMN:
             raise DataError(f"{path} has shape {data.shape}.", "A column has one row a step, and at most 1 GiB.")
         return np.asarray(data[()])
@@ -167,19 +168,25 @@ class _Hdf5:
         count, pictures = self.size(index)
         check_length(count, pictures)
         with _reading(self.path):
-            actions = numbers(self._column(f"{self._prefix(name)}/{self._action}"), self._action, count)
+            path = f"{self._prefix(name)}/{self._action}"
+            actions = numbers(self._column(self._dataset(path), path), self._action, count)
             data = self._observation(name, self.camera)
             if data.ndim not in (3, 4):
                 raise DataError(f"{self.camera} has shape {data.shape}.", "Pictures are [T, height, width, 3].")
             check_picture(_hwc_shape(data.shape[1:]), data.dtype)
+            last = self._last(name, self.camera)
+            if last is not None and last.shape[1:] != data.shape[1:]:
+                raise DataError(f"{self.camera}: its last picture has another shape.", _BROKEN)
             states = None
             if self._states:
                 states = np.concatenate([self._state(name, k, pictures) for k in self._states], axis=1)
         return Raw(actions, pictures, states)
 
     def _state(self, name: str, key: str, pictures: int) -> NDArray[np.float32]:
-        rows = numbers(self._observation(name, key)[()], key)
-        last = self._last(name, key)
+        data, last = self._observation(name, key), self._last(name, key)
+        rows = numbers(self._column(data, key), key)
+        if last is not None and last.shape[1:] != data.shape[1:]:
+            raise DataError(f"{key}: its last row has another shape.", _BROKEN)
         if last is not None and len(rows) == pictures - 1:
             rows = np.concatenate([rows, numbers(last[-1:], key)])
         if len(rows) != pictures:
@@ -311,7 +318,9 @@ def _space(text: Any) -> ActionColumn:
             first = np.broadcast_to(np.ravel(space.get("start", 0)), len(sizes))
             return ActionColumn("multi_discrete", sizes, first=tuple(int(n) for n in first))
         if kind == "MultiBinary":
-            count = int(np.prod(space["n"]))
+            count = math.prod(int(n) for n in np.ravel(space["n"]))
+            if not 0 < count <= MAX_ACTION_DIM:
+                raise ValueError(f"{count} choices")
             return ActionColumn("multi_discrete", (2,) * count, first=(0,) * count)
         low, high = (np.ravel(np.asarray(space[k], np.float64)) for k in ("low", "high"))
     except (KeyError, TypeError, ValueError) as error:

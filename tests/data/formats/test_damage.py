@@ -286,6 +286,43 @@ def test_hdf5_depth_and_huge_pictures(copy: Copy, opened: Open) -> None:
     problem(lambda: opened(path), "60000x60000", "demo_2")
 
 
+def test_hdf5_sizes_are_known_before_anything_is_read(copy: Copy, opened: Open) -> None:
+    path, file = robomimic(copy)
+    with file:
+        name = next(n for n in file["data/demo_1/obs"] if file[f"data/demo_1/obs/{n}"].ndim == 2)
+        rows, kept = file[f"data/demo_1/obs/{name}"].shape[0], file["data/demo_2/next_obs/agentview_image"][()]
+        del file[f"data/demo_1/obs/{name}"], file["data/demo_2/next_obs/agentview_image"]
+        file["data/demo_1/obs"].create_dataset(name, (rows, 1 << 34), np.float64, chunks=(1, 1 << 16))
+        file["data/demo_2/next_obs/agentview_image"] = np.repeat(kept[:1], 2, axis=1)
+    source = opened(path, state_keys=name)
+    with pytest.raises(DataError, match="has shape"):
+        source.episode(1)
+    with pytest.raises(DataError, match="another shape"):
+        source.episode(2)
+
+
+@pytest.mark.parametrize("n", [10**12, [10**6, 10**6], 0, -3])
+def test_a_minari_space_of_more_choices_than_fit(n: Any) -> None:
+    from lensemble_flwr.data.formats.hdf5 import _space
+
+    with pytest.raises(DataError, match="not understood"):
+        _space(json.dumps({"type": "MultiBinary", "n": n}))
+
+
+def test_a_long_run_of_one_value_is_as_large_as_what_it_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    from lensemble_flwr.data.formats import lerobot
+
+    monkeypatch.setattr(lerobot, "MAX_GROUP", 1 << 18)
+    pq.write_table(pa.table({"action": np.zeros(1 << 16)}), tmp_path / "long.parquet")
+    file = pq.ParquetFile(tmp_path / "long.parquet")
+    assert file.metadata.row_group(0).total_byte_size < 1 << 12
+    with pytest.raises(DataError, match="row group"):
+        lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["action"])
+
+
 def test_hdf5_links_objects_and_values_in_other_files(copy: Copy, opened: Open, tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     (tmp_path / "raw").write_bytes(b"\0" * 12 * 3 * 4)
