@@ -208,8 +208,7 @@ class Preflight:
         fresh = f"trains a fresh action head (inner.head_lr={rate:g})" if rate > 0 else "keeps an untrained action head"
         return (
             f"{'' if rate > 0 else 'WARNING: '}public bodies, the only ones in a rehearsal: {', '.join(self.bodies)}; "
-            f"a site with another {fresh}, which costs more than is shown here"
-            + ("" if rate > 0 else ": set inner.head_lr above 0")
+            f"a site with another {fresh}: not in these figures" + ("" if rate > 0 else ": set inner.head_lr above 0")
         )
 
     def _coin_line(self) -> str:

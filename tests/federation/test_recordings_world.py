@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +13,18 @@ import torch
 from lensemble_flwr.config import Config, load_config
 from lensemble_flwr.data.formats import RecordingSpec
 from lensemble_flwr.errors import ConfigError, DataError, LensembleError, PolicyViolation
-from lensemble_flwr.federation.site_dataset import SiteDataset, check_dataset, load_dataset, save_dataset
+from lensemble_flwr.federation.site_dataset import (
+    SiteDataset,
+    check_dataset,
+    check_simulated,
+    load_dataset,
+    save_dataset,
+)
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.world_task import WorldTask
 from lensemble_flwr.model.inner import InnerState
 from lensemble_flwr.model.spec import HeadSpec
+from lensemble_flwr.preflight import run_preflight
 from tests.federation.harness import Federation
 from tests.federation.robots import public, record
 
@@ -238,6 +246,27 @@ def test_the_runs_shape_binds_a_site(folder: Path, tmp_path: Path) -> None:
     for wrong in ("data.heldout=1.5", "data.pseudo_episodes=0", "data.public_sha256=abc", "data.state_columns=[-1]"):
         with pytest.raises(ConfigError):
             WorldTask(load_config(f"{overrides} {wrong}"))
+
+
+def test_a_simulated_run_names_the_sites_without_recordings(folder: Path, tmp_path: Path) -> None:
+    config = load_config(f"{RUN} {TWO}")
+    for number in range(2):
+        with pytest.raises(ConfigError, match=f"{2 - number} of 2 sites .*: site-000{number}"):
+            check_simulated(config, tmp_path)
+        (tmp_path / f"site-000{number}").mkdir()
+        save_dataset(tmp_path / f"site-000{number}", folder / "arm", RecordingSpec())
+    check_simulated(config, tmp_path)
+    check_simulated(load_config("experiment=linear"), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [("0.002", "trains a fresh"), ("0", "WARNING: .*untrained.*head_lr above 0")]
+)
+def test_preflight_says_which_bodies_are_public(folder: Path, rate: str, text: str) -> None:
+    overrides, _ = coordinator(folder, f"inner.head_lr={rate}")
+    line = next(x for x in run_preflight(load_config(overrides)).text(short=True).splitlines() if "bodies" in x)
+    assert re.search(text, line)
+    assert "dot, grid" in line
 
 
 def test_a_sites_description_of_its_recordings(folder: Path, tmp_path: Path) -> None:
