@@ -295,6 +295,7 @@ def inner_steps(
         if layout.surface == "adapter" and spec.optimizer == "sgd" and not spec.batch_size and not spec.head_lr:
             return _closed(model, layout, data, head, state, steps, spec)
         if team is None and spec.parallel > 1:
+            _batch_of(spec, len(data.starts(objective.spec.segment)))  # before processes start, which takes seconds
             job = {
                 "model_spec": model.spec,
                 "weights": model.state_dict(),
@@ -485,6 +486,17 @@ class _Batches:
         return batch.to(self._device)
 
 
+def _batch_of(spec: InnerSpec, windows: int) -> int:
+    """Windows of a step."""
+    batch = min(spec.batch_size or windows, windows)
+    if 0 < batch < spec.parallel:
+        raise ConfigError(
+            f"A batch of {batch} windows cannot be shared by inner.parallel={spec.parallel} processes.",
+            "Lower inner.parallel or raise inner.batch_size.",
+        )
+    return batch
+
+
 def _generic(
     model: WorldModel,
     layout: ParameterLayout,
@@ -513,12 +525,7 @@ def _generic(
     if spec.head_lr > 0:
         named.update({f"head.{name}": parameter for name, parameter in head.named_parameters()})
     optimizer = _optimizer(named, state, spec, device)
-    batch = min(spec.batch_size or len(starts), len(starts))
-    if batch < team.size:
-        raise ConfigError(
-            f"A batch of {batch} windows cannot be shared by inner.parallel={team.size} processes.",
-            "Lower inner.parallel or raise inner.batch_size.",
-        )
+    batch = _batch_of(spec, len(starts))
     drawn, losses = state.drawn, [math.nan, math.nan]
     half = device.type == "cuda" and not spec.deterministic
     loss_of = team.wrap(_Loss(model, head, objective, sketch_seed, landmarks))
