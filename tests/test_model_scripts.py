@@ -86,7 +86,7 @@ def test_plan_prints_every_planner(capsys: pytest.CaptureFixture[str]) -> None:
     plan = script("plan")
     assert plan.main([*SMALL, "--episodes", "1", "--samples", "8", "--iterations", "1"]) == 0
     out = capsys.readouterr().out
-    for name in ("random", "oracle", "public start", "one participant alone", "federated, eps 8"):
+    for name in ("random", "nothing", "oracle", "public start", "one participant alone", "federated, eps 8"):
         assert f"| {name} |" in out
 
 
