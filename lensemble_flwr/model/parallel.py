@@ -22,6 +22,9 @@ from lensemble_flwr.errors import ContractViolation, LensembleError
 
 _PROGRAM = "import sys; from lensemble_flwr.model.parallel import main; sys.exit(main(sys.argv[1:]))"
 
+# gloo listens on the address of the host's name otherwise, and asks nobody who connects for anything.
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
 
 def _dump(value: Any) -> bytes:
     buffer = io.BytesIO()
@@ -54,7 +57,7 @@ def run_parallel(size: int, job: dict[str, Any]) -> dict[str, Any]:
         processes, feeders = [], []
         try:
             for rank in range(size):
-                environment = {**os.environ, "PYTHONPATH": paths}
+                environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": _LOOPBACK}
                 command = [sys.executable, "-c", _PROGRAM, str(rank), str(size), folder]
                 processes.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -125,6 +125,13 @@ def test_an_error_in_a_process_is_raised_here() -> None:
         trained(dataclasses.replace(SGD, parallel=2), data=broken)
 
 
+def test_gradients_do_not_pass_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    tell = "torch.save({'result': os.environ['GLOO_SOCKET_IFNAME']}, sys.stdout.buffer)"
+    monkeypatch.setattr(parallel_module, "_PROGRAM", f"import os, sys, torch; sys.stdin.buffer.read(); {tell}")
+    assert run_parallel(1, {})["result"] in ("lo", "lo0")
+
+
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_module, "_PROGRAM", "import sys; sys.exit(3)")
     with pytest.raises(ContractViolation, match="ended with exit status 3"):
