@@ -197,7 +197,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "data": (_data, "a site's own recordings: inspect, prove, verify"),
     "ledger": (_ledger, "a participant's privacy ledger: init, show, verify, repair"),
     "status": (_status, "how a run stands, and which sites are connected"),
-    "site": (_site, "a real participant in one folder: init, connect, roster, prepare, refresh, check"),
+    "site": (_site, "a real participant in one folder: init, connect, roster, prepare, refresh, rotate, check"),
     "coordinator": (
         _coordinator,
         "the SuperLink's machine: init, admit, dismiss, register, ping, nodes, renew, public",

@@ -74,6 +74,7 @@ class DiLoCoConfig:
         _at_most("diloco.rounds", self.rounds, 10**6)
         _at_most("diloco.inner_steps", self.inner_steps, 10**9)
         _positive("diloco.outer_lr", self.outer_lr)
+        _require(self.outer_lr <= 1000, f"diloco.outer_lr must be at most 1000, not {self.outer_lr!r}.")
         _require(0 <= self.outer_momentum < 1, f"diloco.outer_momentum must be in [0, 1), not {self.outer_momentum}.")
 
 
@@ -212,6 +213,7 @@ class SecAggConfig:
         )
         _require(self.ring_bits in (16, 24, 32), f"secagg.ring_bits must be 16, 24 or 32, not {self.ring_bits}.")
         _positive("secagg.range", self.range)
+        _require(1e-9 <= self.range <= 1e9, f"secagg.range must lie in 1e-9..1e9, not {self.range!r}.")
         _require(
             self.assumed_colluders >= 1,
             f"secagg.assumed_colluders={self.assumed_colluders} must be at least 1: every peer knows its own share.",

@@ -51,14 +51,17 @@ def outer_step(
     if not (math.isfinite(lr) and lr > 0 and 0 <= mu < 1):
         raise ContractViolation(f"lr={lr!r} must be positive and mu={mu!r} in [0, 1).")
     new_params, new_momentum = np.empty_like(params), np.empty_like(momentum)
-    for start in range(0, params.size, block):
-        part = slice(start, start + block)
-        gradient = -mean_delta[part].astype(np.float64)
-        buffer = mu * momentum[part].astype(np.float64) + gradient
-        new_momentum[part] = buffer
-        new_params[part] = params[part].astype(np.float64) - lr * (gradient + mu * buffer)
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+        for start in range(0, params.size, block):
+            part = slice(start, start + block)
+            gradient = -mean_delta[part].astype(np.float64)
+            buffer = mu * momentum[part].astype(np.float64) + gradient
+            new_momentum[part] = buffer
+            new_params[part] = params[part].astype(np.float64) - lr * (gradient + mu * buffer)
     if not (np.isfinite(new_params).all() and np.isfinite(new_momentum).all()):
-        raise ContractViolation("The outer step gave a value that is not finite.")
+        raise ContractViolation(
+            "The outer step gave a value that is not finite.", "Lower diloco.outer_lr or diloco.outer_momentum."
+        )
     return new_params, new_momentum
 
 

@@ -59,9 +59,13 @@ def run_parallel(size: int, job: dict[str, Any]) -> dict[str, Any]:
             for rank in range(size):
                 environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": _LOOPBACK}
                 command = [sys.executable, "-c", _PROGRAM, str(rank), str(size), folder]
-                processes.append(
-                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-                )
+                # What it says of private data goes into the error, for the site's own log, and not to our stderr.
+                with open(Path(folder, f"{rank}.err"), "wb") as errors:
+                    processes.append(
+                        subprocess.Popen(
+                            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+                        )
+                    )
             data = _dump(job)
             for rank, process in enumerate(processes):
                 feeders.append(threading.Thread(target=_feed, args=(process, data, answers, rank), daemon=True))
@@ -74,6 +78,7 @@ def run_parallel(size: int, job: dict[str, Any]) -> dict[str, Any]:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
+        said = [Path(folder, f"{rank}.err").read_bytes()[-2000:].decode(errors="replace") for rank in range(size)]
     for rank in range(size):
         found = torch.load(io.BytesIO(answers[rank]), weights_only=False) if answers.get(rank) else {}
         if "error" in found:
@@ -81,7 +86,7 @@ def run_parallel(size: int, job: dict[str, Any]) -> dict[str, Any]:
         if processes[rank].returncode:
             raise ContractViolation(
                 f"A process of the local training ended with exit status {processes[rank].returncode}.",
-                "Look at its output above; use inner.parallel=1 to train in one process.",
+                f"Use inner.parallel=1 to train in one process. It said: {said[rank].strip() or 'nothing'}",
             )
     result: dict[str, Any] = torch.load(io.BytesIO(answers[0]), weights_only=False)
     return result
