@@ -244,12 +244,22 @@ def test_a_run_elsewhere_is_stopped_through_its_folder(
     def send() -> None:
         while not Path(f"{stub.plan}.calls").exists():
             time.sleep(0.02)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10):  # again, should one be lost while the command starts
+            if over.wait(0.5) or (out / "state" / "stop").exists():
+                return
+            os.kill(os.getpid(), signal.SIGTERM)
+            over.wait(4.5)
 
-    threading.Thread(target=send, daemon=True).start()
-    plan = {"run": ["WAIT"] if here else ["HANG"], "list": [["finished:failed", "[STOPPED] x"]]}
-    result, _ = stub.run(plan, superlink="lab", output=out)
+    over = threading.Event()
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    here_ends, goes_on = [["finished:failed", "[STOPPED] x"]], [["running", ""]]
+    plan = {"run": ["WAIT"] if here else ["HANG"], "list": here_ends if here else goes_on}
+    try:
+        result, _ = stub.run(plan, superlink="lab", output=out)
+    finally:
+        over.set()
+        sender.join()  # no signal may reach the next test
     assert (result.status, result.exit_status) == ("interrupted", 130)
     assert ("stop" in [call[0] for call in stub.calls]) is not here
 
