@@ -13,6 +13,10 @@ from typing import Any
 from lensemble_flwr.errors import DataError
 
 MAX_JSON = 64 << 20
+MAX_CHUNK = 1 << 28
+"""Bytes of one unpacked chunk of an array."""
+MAX_COLUMN = 1 << 30
+"""Bytes of one whole column, of actions or states, that is read at once."""
 
 
 def inside(root: Path, relative: str, follow_links: bool) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.data.actions import MAX_ACTION_DIM
-from lensemble_flwr.data.formats.files import inside, ordinary, read_json, walk
+from lensemble_flwr.data.formats.files import MAX_COLUMN, inside, ordinary, read_json, walk
 from lensemble_flwr.data.formats.pictures import check_picture
 from lensemble_flwr.data.formats.reader import (
     ActionColumn,
@@ -31,7 +31,6 @@ from lensemble_flwr.data.formats.spec import RecordingSpec
 from lensemble_flwr.data.formats.video import DEMUXERS, Videos
 from lensemble_flwr.errors import DataError
 
-MAX_COLUMN = 1 << 30
 MAX_ROWS = 10_000_000
 MAX_LINE = 1 << 16
 _KEYS = ("fps", "body", "actions", "choices", "action_low", "action_high", "action_names")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lensemble_flwr.data.actions import MAX_ACTION_DIM
-from lensemble_flwr.data.formats.files import ordinary, parse_json, read_json
+from lensemble_flwr.data.formats.files import MAX_CHUNK, MAX_COLUMN, ordinary, parse_json, read_json
 from lensemble_flwr.data.formats.pictures import check_picture
 from lensemble_flwr.data.formats.reader import (
     ActionColumn,
@@ -30,8 +31,6 @@ from lensemble_flwr.data.formats.reader import (
 from lensemble_flwr.data.formats.spec import RecordingSpec
 from lensemble_flwr.errors import DataError
 
-MAX_CHUNK = 1 << 28
-MAX_COLUMN = 1 << 30
 _BROKEN = "The file is damaged or was not closed: write or download it again."
 
 
@@ -62,7 +61,7 @@ def open_file(path: Path) -> Any:
         raise DataError(f"{path.name} is no HDF5 file that can be read: {text}.", _BROKEN) from error
 
 
-class _Hdf5:
+class _Hdf5(ABC):
     """What both layouts share. Subclasses say where things are."""
 
     format: str
@@ -94,17 +93,17 @@ class _Hdf5:
 
     # where things are -------------------------------------------------
 
-    def _episodes(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _episodes(self) -> list[str]: ...
 
-    def _observations(self, episode: str) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _observations(self, episode: str) -> list[str]: ...
 
-    def _observation(self, episode: str, name: str) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _observation(self, episode: str, name: str) -> Any: ...
 
-    def _prefix(self, episode: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _prefix(self, episode: str) -> str: ...
 
     def _last(self, episode: str, name: str) -> Any | None:
         """The data set that holds the picture after the last action, where it is a set of its own."""

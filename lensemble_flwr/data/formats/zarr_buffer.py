@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lensemble_flwr.data.formats.files import inside, read_bounded, read_json
+from lensemble_flwr.data.formats.files import MAX_CHUNK, MAX_COLUMN, inside, read_bounded, read_json
 from lensemble_flwr.data.formats.pictures import check_picture
 from lensemble_flwr.data.formats.reader import (
     ActionColumn,
@@ -30,8 +30,6 @@ from lensemble_flwr.data.formats.reader import (
 from lensemble_flwr.data.formats.spec import RecordingSpec
 from lensemble_flwr.errors import DataError
 
-MAX_CHUNK = 1 << 28
-MAX_COLUMN = 1 << 30
 CODECS = ("blosc", "zlib", "gzip", "zstd", "lz4")
 _BROKEN = "Copy the zarr folder again, or write it with zarr_format=2."
 
