@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,7 @@ DONE = RunResult("finished:completed", "", 0, 1)
 def test_help_is_quick_and_names_only_what_is_there() -> None:
     code = "import sys, lensemble_flwr.cli as c\ntry:\n c.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print('HEAVY', [m for m in ('torch', 'numpy', 'flwr', 'hydra') if m in sys.modules])"
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert time.monotonic() - began < 20  # 0.06 s on an idle machine
     assert "HEAVY []" in done.stdout
     listed = [line.split()[0] for line in done.stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()]
     commands = ["run", "sweep", "preflight", "report", "data", "ledger", "status", "site", "coordinator"]

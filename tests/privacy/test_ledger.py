@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +24,7 @@ from lensemble_flwr.privacy import ledger as ledger_module
 from lensemble_flwr.privacy.ledger import MOST_ROUNDS, Budget, Charge, EntryState, PrivacyLedger, replay, snapshot
 from lensemble_flwr.privacy.ledger_file import Head, bodies, check_chain, record_hash
 from lensemble_flwr.privacy.ledger_repair import verify
+from tests.effort import calls
 from tests.privacy.ledger_helpers import (
     FID,
     FID2,
@@ -343,18 +343,16 @@ def test_without_limits_and_without_noise(tmp_path: Path) -> None:
 def test_questions_take_constant_time(tmp_path: Path) -> None:
     with PrivacyLedger.open(start(tmp_path)) as ledger:
 
-        def cost() -> float:
-            begin = time.process_time()
-            for _ in range(300):
-                ledger.would_exceed(SIGMA_2, EPS_8, FID)
-            return time.process_time() - begin
+        def cost() -> int:
+            return calls(lambda: ledger.would_exceed(SIGMA_2, EPS_8, FID))
 
-        before = min(cost() for _ in range(5))
+        cost()
+        before = cost()
         for index in range(400):
             ledger._book.apply(
                 {"kind": "reserved", "fid": FID.hex(), "round": index, "charge": SIGMA_2.record(), "seq": index + 1}
             )
-        assert min(cost() for _ in range(5)) < 5 * before
+        assert cost() < 5 * before
 
 
 # ---------------------------------------------------------------------- one holder at a time
@@ -377,10 +375,8 @@ def test_another_process_holds_it(tmp_path: Path) -> None:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        begin = time.monotonic()
         with pytest.raises(LedgerError, match="in use"):
             PrivacyLedger.open(path, timeout_s=0.1)
-        assert time.monotonic() - begin < 2
         assert PrivacyLedger.open(path, read_only=True).mu2("local") == 0
         assert verify(path).ok
     finally:
@@ -519,12 +515,7 @@ def test_a_year_of_rounds_opens_fast(tmp_path: Path, monkeypatch: pytest.MonkeyP
         head.write_bytes(ledger.head.encode())
         assert ledger.head.seq > 20_000
 
-    def cost() -> float:
-        begin = time.process_time()
-        PrivacyLedger.open(path).unlock()
-        return time.process_time() - begin
-
-    assert min(cost() for _ in range(5)) < 0.05
+    assert calls(lambda: PrivacyLedger.open(path).unlock()) < 15_000, "fewer than there are lines"
     with PrivacyLedger.open(path) as ledger:
         assert ledger.rounds(FID) == tuple(range(6667))
         assert ledger.mu2("local") == pytest.approx(0.6667)
