@@ -74,6 +74,8 @@ def test_no_factor_of_the_factorial_hides_behind_another(script: ModuleType) -> 
     rows += [(label, {"r5": 2.0 + 3.0 * row[1]}) for (label, _), row in zip(settings, signs, strict=True)]
     assert script.effects([rows], "r5").splitlines()[1] == "lambda_sig: +6.000 [+6.000, +6.000]"
     assert script.effects([rows], "r5").splitlines()[0] == "sigma: +0.000 [+0.000, +0.000]"
+    powers = [rows[0], *((label, {"r5": 10.0 ** metrics["r5"]}) for label, metrics in rows[1:])]
+    assert script.effects([powers], "r5", log=True).splitlines()[1] == "lambda_sig: +6.000 [+6.000, +6.000]"
 
 
 def test_turning_alone_changes_nothing_and_alignment_undoes_it(script: ModuleType, tmp_path: Path) -> None:
@@ -85,3 +87,13 @@ def test_turning_alone_changes_nothing_and_alignment_undoes_it(script: ModuleTyp
     aligned = rows["average of turned models, aligned"]
     assert naive["latent_std_mean"] < 0.9 * common["latent_std_mean"]
     assert aligned["latent_std_mean"] == pytest.approx(common["latent_std_mean"], rel=0.05)
+
+
+def test_silos_alone_are_trained_as_long_as_federated_ones(script: ModuleType, tmp_path: Path) -> None:
+    rows = dict(script.rows_of("severity", tmp_path, (), 0))
+    assert list(rows)[1:3] == ["confined 0, each alone", "confined 0, federated"]
+    assert rows["confined 0, each alone"] != rows["confined 1, each alone"]
+    script.federate = lambda *a: pytest.fail("measured again")
+    assert dict(script.rows_of("severity", tmp_path, (), 0)) == rows
+    with pytest.raises(SystemExit):
+        script.main(["severity", "seed=1"])

@@ -17,6 +17,9 @@ from lensemble_flwr.data.episodes import Episode, MemorySource
 
 BODY = "swipe"
 ACTION_SPEC = ActionSpec("continuous", 2)
+Box = tuple[float, float, float]
+"""x and y of a square's corner, and its side."""
+WHOLE: Box = (0.0, 0.0, 1.0)
 
 
 def draw(positions: NDArray[np.float64], size: int, spread: float) -> NDArray[np.uint8]:
@@ -38,7 +41,15 @@ def draw(positions: NDArray[np.float64], size: int, spread: float) -> NDArray[np
 
 
 def source(
-    name: str, seed: int, episodes: int, *, steps: int = 16, size: int = 48, reach: float = 0.7, spread: float = 0.06
+    name: str,
+    seed: int,
+    episodes: int,
+    *,
+    steps: int = 16,
+    size: int = 48,
+    reach: float = 0.7,
+    spread: float = 0.06,
+    box: Box = WHOLE,
 ) -> MemorySource:
     """Episodes of one seed; more of them begin with the same ones.
 
@@ -50,17 +61,19 @@ def source(
         size: pixels a side.
         reach: k, what an action of one moves the dot by, in sides of the square.
         spread: s, see :func:`draw`.
+        box: where the dot stays: it starts within .15 to .85 of this square and is clamped to it.
 
     Returns:
         Episodes of ``steps`` actions; their states are (x, y).
     """
     rng = np.random.default_rng(seed)
+    low, side = np.array(box[:2]), box[2]
     made = []
     for _ in range(episodes):
-        positions = [rng.uniform(0.15, 0.85, 2)]
+        positions = [low + side * rng.uniform(0.15, 0.85, 2)]
         actions = rng.uniform(-1.0, 1.0, (steps, 2)).astype(np.float32)
         for action in actions:
-            positions.append(np.clip(positions[-1] + reach * action, 0.0, 1.0))
+            positions.append(np.clip(positions[-1] + reach * action, low, low + side))
         path = np.stack(positions)
         made.append(Episode(draw(path, size, spread), actions, path.astype(np.float32), BODY))
     return MemorySource(name, ACTION_SPEC, made)

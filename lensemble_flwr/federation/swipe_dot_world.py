@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import MemorySource
-from lensemble_flwr.data.swipe_dot import BODY, source
+from lensemble_flwr.data.swipe_dot import BODY, WHOLE, Box, source
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.task import Progress
 from lensemble_flwr.federation.world_data import HeldOut, StateTargets
@@ -28,6 +28,8 @@ class SwipeDotSpec:
         steps: actions of an episode.
         reach, spread: k and s.
         silo_seeds: of the participants' episodes, in order.
+        confinement: in 0..1; silo i stays in a square of side 1 - confinement/2 at corner i mod 4. Public and held-out
+            episodes see the whole picture.
         public_seed, heldout_seed: of the public and the held-out episodes.
     """
 
@@ -38,6 +40,7 @@ class SwipeDotSpec:
     reach: float
     spread: float
     silo_seeds: tuple[int, ...]
+    confinement: float
     public_seed: int
     heldout_seed: int
 
@@ -51,6 +54,8 @@ class SwipeDotSpec:
             raise ConfigError(f"data.steps must lie in 6..1000, not {self.steps}.", "Metrics look 5 steps ahead.")
         if self.reach <= 0 or self.spread <= 0:
             raise ConfigError("data.reach and data.spread must be positive.")
+        if not 0 <= self.confinement <= 1:
+            raise ConfigError(f"data.confinement must lie in 0..1, not {self.confinement}.")
         seeds = (*self.silo_seeds, self.public_seed, self.heldout_seed)
         if min(seeds) < 0 or len(set(seeds)) < len(seeds):
             raise ConfigError(
@@ -81,9 +86,11 @@ class SwipeDotWorld:
         self._participants = wanted
         self._source = cache(self._made)
 
-    def _made(self, name: str, seed: int, episodes: int) -> MemorySource:
+    def _made(self, name: str, seed: int, episodes: int, box: Box = WHOLE) -> MemorySource:
         spec = self.spec
-        return source(name, seed, episodes, steps=spec.steps, size=self._size, reach=spec.reach, spread=spec.spread)
+        return source(
+            name, seed, episodes, steps=spec.steps, size=self._size, reach=spec.reach, spread=spec.spread, box=box
+        )
 
     def key(self) -> list[object]:
         spec = self.spec
@@ -106,7 +113,9 @@ class SwipeDotWorld:
                 f"There is no participant {index}: this run has {self._participants}.",
                 "Participants count from 0: correct the site's number, or federation.participants.",
             )
-        return self._source(f"silo-{index}", self.spec.silo_seeds[index], self.spec.episodes_per_participant)
+        spec, left = self.spec, self.spec.confinement / 2
+        box = (left * (index % 2), left * (index // 2 % 2), 1 - left)
+        return self._source(f"silo-{index}", spec.silo_seeds[index], spec.episodes_per_participant, box)
 
     def body(self, index: int) -> str:
         return BODY

@@ -38,3 +38,13 @@ def test_more_episodes_begin_with_the_same_ones() -> None:
     assert many[:2] == few
     assert len(set(many)) == 4
     assert not set(many) & set(map(episode_hash, iterate(source("s", 98, 4, steps=6, size=8))))
+
+
+@given(seed=st.integers(0, 2**32), x=st.floats(0, 0.5), y=st.floats(0, 0.5))
+@settings(max_examples=20, deadline=None)
+def test_a_confined_dot_stays_in_its_square(seed: int, x: float, y: float) -> None:
+    for episode in iterate(source("s", seed, 1, steps=20, size=8, box=(x, y, 0.5))):
+        away = episode.states - np.array([x, y], np.float32)
+        assert (away >= -1e-6).all()
+        assert (away <= 0.5 + 1e-6).all()
+        assert away.max() > 0.499, "its walls are reached"

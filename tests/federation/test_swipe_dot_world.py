@@ -51,6 +51,17 @@ def test_the_runs_seed_changes_weights_and_no_recording(tmp_path: Path, monkeypa
     assert one.rehearsal_metric in before
 
 
+def test_confined_silos_see_their_own_corner_and_the_public_all() -> None:
+    world = build_world(load_config(f"{SMALL} data.confinement=1"), None)
+    for silo, corner in enumerate(([0, 0], [0.5, 0], [0, 0.5])):
+        source = world.participant(silo)
+        states = np.concatenate([source.episode(i).states for i in range(len(source))])
+        np.testing.assert_allclose(states.min(axis=0), corner, atol=0.02)
+        np.testing.assert_allclose(states.max(axis=0), np.array(corner) + 0.5, atol=0.02)
+    seen = world.public(BODY)
+    assert np.ptp(np.concatenate([seen.episode(i).states for i in range(len(seen))]), axis=0).min() > 0.9
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -60,6 +71,8 @@ def test_the_runs_seed_changes_weights_and_no_recording(tmp_path: Path, monkeypa
         ("data.heldout_episodes=1", "at least 2"),
         ("data.episodes_per_participant=0", "at least 1"),
         ("data.spread=0", "must be positive"),
+        ("data.confinement=1.5", "0..1"),
+        ("data.confinement=nan", "must be finite"),
     ],
 )
 def test_impossible_worlds_are_refused(override: str, told: str) -> None:
