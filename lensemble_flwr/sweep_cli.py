@@ -15,6 +15,7 @@ from lensemble_flwr.config import load_config, resolved
 from lensemble_flwr.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from lensemble_flwr.federation.task import Progress
 from lensemble_flwr.preflight import check_plan, estimated_seconds, rounds_allowed
+from lensemble_flwr.ready_sweeps import READY_SWEEPS, ready_overrides
 from lensemble_flwr.reporting.sweep import ENDS, closing, table_text, write_sweep
 from lensemble_flwr.reporting.wording import clean, duration
 from lensemble_flwr.sweep import (
@@ -55,19 +56,23 @@ def sweep_command(argv: Sequence[str], progress: Progress | None = None) -> int:
         "overrides", nargs="*", metavar="KEY=A,B", help="configuration; several values, choice() or range() are swept"
     )
     parser.add_argument("--name", help="folder below outputs/sweeps (default: made from the grid)")
+    parser.add_argument("--ready", metavar="QUESTION", help=f"a ready-made sweep: {', '.join(READY_SWEEPS)}")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time (default 1)")
     parser.add_argument("--report", metavar="DIR", help="write CSV, table and page of this sweep again")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.report is not None:
-        if arguments.overrides or arguments.name:
-            raise ConfigError("--report takes no overrides and no --name.", "Name the sweep's folder alone.")
+        if arguments.overrides or arguments.name or arguments.ready:
+            raise ConfigError(
+                "--report takes no overrides, no --name and no --ready.", "Name the sweep's folder alone."
+            )
         _report(Path(arguments.report))
         return EXIT_OK
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs} is below 1.", "Use 1, or as many runs as the machine can bear.")
     if arguments.name is not None and not _NAME.fullmatch(arguments.name):
         raise ConfigError(f"--name {arguments.name!r} is no plain name.", "Use letters, digits, . - and _.")
-    sweep = expand(arguments.overrides)
+    ready = arguments.ready
+    sweep = expand(arguments.overrides if ready is None else ready_overrides(ready, arguments.overrides))
     total = len(sweep.points)
     short = []
     for number, point in enumerate(sweep.points, 1):

@@ -27,7 +27,7 @@ LAYERS = [
     },
     {"lensemble_flwr.federation"},
     {"lensemble_flwr.examples"},
-    {"lensemble_flwr.sweep"},
+    {"lensemble_flwr.sweep", "lensemble_flwr.ready_sweeps"},
     {"clients"},
     {"strategies"},
     {"lensemble_flwr.server_app", "lensemble_flwr.client_app", "lensemble_flwr.reporting"},
