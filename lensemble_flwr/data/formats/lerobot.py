@@ -263,22 +263,30 @@ class LeRobot:
             raise DataError(f"{name} is no whole parquet file: {_first_line(error)}.", _BROKEN) from error
 
     def _read(self, file: Any, name: str, groups: list[int], columns: list[str]) -> Any:
-        self._check_groups(file, name, groups, columns)
+        self._check_groups(file, name, groups, columns, numbers=True)
         try:
             return file.read_row_groups(groups, columns=columns, use_threads=False)
         except (self._pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{name} is damaged: {_first_line(error)}.", _BROKEN) from error
 
     @staticmethod
-    def _check_groups(file: Any, name: str, groups: list[int], columns: list[str]) -> None:
+    def _check_groups(file: Any, name: str, groups: list[int], columns: list[str], *, numbers: bool = False) -> int:
+        """Refuse what would not fit into memory; bytes that one entry takes at most."""
+        largest = 1
         for group in groups:
             meta = file.metadata.row_group(group)
             parts = [meta.column(i) for i in range(meta.num_columns)]
             read = [p for p in parts if p.path_in_schema.split(".")[0] in columns]
+            # One long text, in the dictionary once, is decoded as often as it is pointed at.
+            texts = [p for p in read if p.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")]
+            if numbers and texts:
+                raise DataError(f"{name}: column {texts[0].path_in_schema!r} holds no numbers.", _BROKEN)
+            largest = max([largest, *(p.total_uncompressed_size for p in texts)])
             # A run of equal values takes a few bytes in the file, whatever its length.
             sizes = [max(p.total_uncompressed_size, 8 * p.num_values) for p in read]
             if sum(sizes) > MAX_GROUP:
                 raise DataError(f"{name}: a row group is larger than 1 GiB.", "Write it with smaller row groups.")
+        return largest
 
     def _place(self, index: int, columns: list[str]) -> tuple[Any, str, list[int], int]:
         """(open file, its name, row groups, first row within them) of an episode."""
@@ -304,11 +312,11 @@ class LeRobot:
     def _stream(self, index: int, column: str) -> Iterator[Any]:
         """One column of an episode, row by row, a few rows in memory."""
         file, name, groups, offset = self._place(index, [column])
-        self._check_groups(file, name, groups, [column])
+        rows = max(1, min(16, MAX_GROUP // self._check_groups(file, name, groups, [column])))
         length = int(self._table.length[index])
         try:
             seen = 0
-            for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=[column], use_threads=False):
+            for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=[column], use_threads=False):
                 for at in range(batch.num_rows):
                     if offset <= seen < offset + length:
                         yield batch.column(0)[at].as_py()

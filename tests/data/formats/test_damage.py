@@ -323,6 +323,22 @@ def test_a_long_run_of_one_value_is_as_large_as_what_it_becomes(
         lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["action"])
 
 
+def test_one_long_text_that_many_rows_point_at(tmp_path: Path) -> None:
+    """A dictionary holds it once; decoded it would be there for each row."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    from lensemble_flwr.data.formats import lerobot
+
+    long = pa.array(["x" * 100_000] * 1000).dictionary_encode()
+    pictures = pa.array([{"bytes": b"y" * 100_000, "path": None}] * 1000)
+    pq.write_table(pa.table({"action": long, "picture": pictures}), tmp_path / "long.parquet", compression="zstd")
+    file = pq.ParquetFile(tmp_path / "long.parquet")
+    assert file.metadata.row_group(0).total_byte_size < 1_000_000
+    with pytest.raises(DataError, match="holds no numbers"):
+        lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["action"], numbers=True)
+    largest = lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["picture"])
+    assert 100_000 <= largest < 1_000_000, "so a batch of MAX_GROUP / largest rows fits"
+
+
 def test_hdf5_links_objects_and_values_in_other_files(copy: Copy, opened: Open, tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     (tmp_path / "raw").write_bytes(b"\0" * 12 * 3 * 4)
