@@ -14,6 +14,7 @@ from lensemble_flwr.reporting.drawing import Plot
 from lensemble_flwr.reporting.metrics import primary
 from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, scrollable, unbroken
 from lensemble_flwr.reporting.plots import all_plots
+from lensemble_flwr.reporting.readings import episode_section
 from lensemble_flwr.reporting.run_data import Claim, RunData, load_run
 from lensemble_flwr.reporting.summary import closing_sentence, comparison, rounds_rows
 from lensemble_flwr.reporting.wording import delta, epsilon, figure, listed, observer
@@ -53,6 +54,7 @@ def render(run: RunData) -> str:
         _tiles(run),
         _results(run, plots),
         _claims(run),
+        episode_section(run),
         _course(plots),
         _rounds(run),
         _configuration(run),

@@ -92,6 +92,18 @@ figure svg text { font-family: var(--sans); }
 figcaption { color: var(--soft); font-size: 0.875rem; line-height: 1.45; margin-top: 0.4rem; max-width: 46rem;
   text-wrap: pretty; }
 .narrow { display: none; }
+.legend { display: flex; flex-wrap: wrap; gap: 0.3rem 1.6rem; margin: 0 0 1.2rem; padding: 0; list-style: none;
+  font-size: 0.9375rem; }
+.legend li { display: flex; align-items: center; gap: 0.45rem; }
+.key { width: 1.35rem; height: 1.35rem; flex: none; background: #8b97a5; border-radius: 3px; }
+.episode figure { margin-bottom: 1.4rem; }
+.strip { display: grid; grid-template-columns: repeat(6, 1fr); gap: 0.6rem; }
+.strip svg, .strip { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.strip .under { color: var(--soft); font-size: 0.8125rem; text-align: center; }
+.pixels { image-rendering: pixelated; }
+.halo { fill: none; stroke: #fff; stroke-width: 4.2; } .ring { fill: none; stroke: #000; stroke-width: 1.8; }
+.cross { fill: none; stroke: #000; stroke-width: 1.9; } .off { stroke: #fff; stroke-width: 1; }
+.disc { fill: #d23600; stroke: #fff; stroke-width: 1.2; }
 .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 2.25rem 2.5rem; margin-top: 2rem; }
 .compare { margin-top: 1.75rem; }
 .settings { columns: 3; column-gap: 2.25rem; font-size: 0.875rem; line-height: 1.45; }
@@ -128,6 +140,7 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .banner { padding: 0.9rem 1rem 1rem; }
   .banner strong { font-size: 1.6rem; }
   .grid { grid-template-columns: 1fr; }
+  .strip { grid-template-columns: repeat(3, 1fr); }
   .broad { display: none; }
   .narrow { display: block; }
   .settings { columns: 1; }
