@@ -84,3 +84,8 @@ def unbroken(words: str) -> list[Child]:
     """Keep 1e-5, 53 % and NON-PRIVATE on one line."""
     pieces = re.split(r"(\d[\d.]*(?:e-\d+| %)|NON-PRIVATE)", words)
     return [el("span", piece, class_="nb") if i % 2 else piece for i, piece in enumerate(pieces)]
+
+
+def parted(key: str) -> list[Child]:
+    """A name that may be broken behind an underscore, and nowhere else while there is room."""
+    return [el("span", part, class_="part") for part in re.split(r"(?<=_)", key)]

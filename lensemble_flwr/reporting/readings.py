@@ -226,7 +226,7 @@ def _distances(readings: Readings, rounds: int) -> Markup:
     )
     if place is not None:
         note += " A mark at the very edge of a picture belongs outside of it."
-    table = el("table", el("thead", el("tr", heads)), el("tbody", body))
+    table = el("table", el("thead", el("tr", heads)), el("tbody", body), class_="short")
     return el("div", scrollable(table, "Distances in this episode"), el("p", note, class_="under-table"))
 
 
