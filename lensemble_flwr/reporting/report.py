@@ -218,7 +218,7 @@ def _unit(claims: tuple[Claim, ...]) -> Markup | None:
     unit, neighbours = said.pop()
     if not unit or not neighbours:
         return None
-    meaning = ", that is, all clipped updates of one participant are zero; its noise and its messages stay"
+    meaning = ", that is, all clipped updates in one such unit are zero; its noise and its messages stay"
     return el(
         "p",
         "What is protected: ",
