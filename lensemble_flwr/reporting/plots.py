@@ -294,7 +294,7 @@ def _latent(run: RunData) -> list[Plot]:
             + "Public held-out data."
         )
         plots.append(Plot("latent", title, caption, svg("latent", title, caption, PANEL, draw)))
-    rest = [m for m in health if m not in ranks and m not in spreads]
+    rest = [m for m in health if m not in ranks and m not in spreads and _moves(run, m)]
     return plots + [_evaluation(run, m) for m in rest]
 
 

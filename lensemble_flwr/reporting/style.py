@@ -176,7 +176,7 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   body { font-size: 1rem; line-height: 1.45; }
   main { max-width: none; padding: 0; }
   h2 { margin-top: 7mm; break-after: avoid; }
-  h3 { break-after: avoid; }
+  h3, h2 + p { break-after: avoid; }
   .lede { max-width: none; margin-top: 5mm; }
   .episode figure { margin-bottom: 4mm; }
   .banner, .notice, .tiles, .settings section, .facts-table, tr, li { break-inside: avoid; }

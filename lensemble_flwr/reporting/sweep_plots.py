@@ -274,7 +274,7 @@ def _x_axis(axes: Axes, xs: Sequence[float], ticks: bool = True) -> None:
     if ticks and len(set(xs)) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(xs))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.4g}"))
-    axes.margins(x=0.06)
+    axes.margins(x=0.09)
 
 
 def _room(series: Sequence[Series]) -> float:

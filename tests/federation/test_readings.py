@@ -163,6 +163,7 @@ def test_what_a_world_model_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found is not None
     # The first odd held-out episode: the probe is fitted on the even ones.
     episode = task.world.heldout()["heldout"]["swipe"].source.episode(1)
+    assert episode.states is not None
     assert_allclose(found.truth, episode.states, rtol=1e-6)
     assert found.pictures is not None
     assert_array_equal(found.pictures, episode.frames[list(found.shown)])
