@@ -42,7 +42,7 @@ from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.json_log import KEYS, json_line, log_context, short_id
 
 SCHEMA_VERSION = 1
-_TROUBLE = ("refused", "excluded", "void")
+_TROUBLE = ("refused", "excluded", "void", "not_shown")
 _PART = 1 << 20  # coordinates that are widened at a time
 
 

@@ -257,6 +257,8 @@ def _curves(readings: Readings, rounds: int) -> list[Plot]:
         )
 
         def draw(fig: Figure, lines: Any = lines) -> None:
+            from matplotlib.ticker import MaxNLocator
+
             axes = fig.subplots()
             named, values = [], []
             for text, y, colour, dashes in lines:
@@ -267,6 +269,7 @@ def _curves(readings: Readings, rounds: int) -> list[Plot]:
                 if finite:
                     named.append(Label(finite[-1], text, colour, text == "true"))
             value_limits(axes, values)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.set_xlabel("Frame")
             name_lines(axes, named)
 

@@ -99,7 +99,7 @@ figcaption { color: var(--soft); font-size: 0.875rem; line-height: 1.45; margin-
   font-size: 0.9375rem; }
 .legend li { display: flex; align-items: center; gap: 0.45rem; }
 .key { width: 1.35rem; height: 1.35rem; flex: none; background: #8b97a5; border-radius: 3px; }
-.episode figure { margin-bottom: 1.4rem; }
+.episode figure { margin-bottom: 1.4rem; } .episode .grid { margin: 0; row-gap: 0.6rem; }
 .strip { display: grid; grid-template-columns: repeat(6, 1fr); gap: 0.6rem; }
 .strip svg, .strip { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 .strip .under { color: var(--soft); font-size: 0.8125rem; text-align: center; margin-top: 0.35rem; }
