@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -122,6 +122,7 @@ def test_anything_else_is_refused(edit: Callable[[dict[str, Any]], Any]) -> None
         from_json(json.dumps(tree).encode())
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60) | st.just(b"[" * 100_000) | st.just(b" " * (MAX_BYTES + 1)))
 def test_no_bytes_end_in_anything_but_a_refusal(data: bytes) -> None:
     with pytest.raises(ArtifactError):
