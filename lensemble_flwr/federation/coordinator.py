@@ -50,7 +50,7 @@ from lensemble_flwr.federation.records import (
 from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.run_folder import RunFolder, StoredSum
 from lensemble_flwr.federation.summed import momentum_hash, pack_state, pack_sum
-from lensemble_flwr.federation.task import Task, theta_hash
+from lensemble_flwr.federation.task import Shows, Task, theta_hash
 from lensemble_flwr.federation.wire import (
     ATTEMPT,
     BODY,
@@ -223,9 +223,12 @@ class Coordinator:
                     )
         except LensembleError as error:
             self.on_event("stopped", {"code": error.code, "round": index})
-            self._close_all(self._restore(), last_close)
+            checkpoint = self._restore()
+            self._close_all(checkpoint, last_close)
+            self._show(checkpoint)
             raise
         self._close_all(checkpoint, last_close)
+        self._show(checkpoint)
         return self._theta(checkpoint)
 
     # ------------------------------------------------------------------ state on disk
@@ -251,6 +254,17 @@ class Coordinator:
 
     def _evaluate(self, theta: np.ndarray) -> dict[str, float | None]:
         return {name: _finite(value) for name, value in self.task.evaluate(theta).items()}
+
+    def _show(self, checkpoint: Checkpoint) -> None:
+        """Leave something to look at. It is for people: no run fails for want of it."""
+        if not checkpoint.round or not isinstance(self.task, Shows):
+            return
+        try:
+            found = self.task.readings({"start": self.task.initial(), "final": self._theta(checkpoint)})
+            if found is not None:
+                self.folder.write_readings(found, checkpoint.round)
+        except (LensembleError, OSError, RuntimeError, ValueError) as error:
+            self.on_event("not_shown", {"cause": str(error)})
 
     def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:
         """Views of theta, which nobody changes any more."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.episodes import episode_hash
 from lensemble_flwr.errors import ContractViolation, ProbeError
+from lensemble_flwr.federation.readings import Readings
 from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, Progress, Slice
 from lensemble_flwr.federation.world_task import WorldTask
@@ -229,3 +231,6 @@ class FunctionTask(WorldTask):
         got = self._as_theta(*answers(model, self.windows.frames, self.windows.actions))
         metrics = super().evaluate(self._layout.flatten(model), body)
         return metrics | {"distillation_rms": float(np.sqrt(np.mean((got - theta) ** 2.0)))}
+
+    def readings(self, thetas: Mapping[str, np.ndarray]) -> Readings | None:
+        return super().readings({name: self._layout.flatten(self.student(theta)) for name, theta in thetas.items()})

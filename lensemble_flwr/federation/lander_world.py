@@ -16,12 +16,16 @@ from lensemble_flwr.federation.task import Progress
 from lensemble_flwr.federation.world_data import HeldOut, StateTargets
 from lensemble_flwr.home import home
 
+# The simulator's viewport: x is -1 at its left edge and 1 at the right; y counts half heights from a lander that stands
+# on the pad, whose surface is a quarter of the height above the bottom and 18 of 400 pixels below the hull's centre.
+IN_PICTURE = ((0.5, 0.5), (0.75 - 18 / 400, -0.5))
+
 
 class LanderWorld:
     """Everything public is generated and cached below the home folder; see :class:`.world_data.WorldData`."""
 
     embodiments = BODIES
-    state_targets: StateTargets | None = StateTargets((0, 1), ("x", "y"), ("altitude_rmse", 1))
+    state_targets: StateTargets | None = StateTargets((0, 1), ("x", "y"), ("altitude_rmse", 1), IN_PICTURE)
     main_set, rehearsal_set = "shifted", "nominal"
     unseen_metric = "unseen_camera_r2"
 

@@ -3,6 +3,7 @@
     federation.json              federation id, nonce, configuration hash, overrides
     manifest.json                what ran (see :mod:`lensemble_flwr.federation.manifest`)
     evaluation.json              the start's metrics on public held-out data, and which one is the headline
+    readings.json                what the start and the last model read along one public episode, for people
     rounds.jsonl                 one line per finished round, appended with fsync
     coordinator.log              what happened when, one JSON object a line; public values only
     checkpoints/round-00000.safetensors ...
@@ -36,11 +37,12 @@ import numpy as np
 from lensemble_flwr.durable import append_fsync, atomic_file, atomic_write
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, RoundError
 from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from lensemble_flwr.federation.readings import Readings, to_json
 from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.json_log import KEYS, json_line, log_context, short_id
 
 SCHEMA_VERSION = 1
-_TROUBLE = ("refused", "excluded", "void")
+_TROUBLE = ("refused", "excluded", "void", "not_shown")
 _PART = 1 << 20  # coordinates that are widened at a time
 
 
@@ -202,6 +204,10 @@ class RunFolder:
         """Keep the evaluation of the model that the run starts from (``evaluation.json``)."""
         record = {"schema_version": SCHEMA_VERSION, "headline": headline, "start": metrics, "labels": labels or {}}
         atomic_write(self.path / "evaluation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)
+
+    def write_readings(self, readings: Readings, rounds: int) -> None:
+        """Keep what can be seen of the model after ``rounds`` rounds (``readings.json``)."""
+        atomic_write(self.path / "readings.json", to_json(readings, rounds), mode=0o644)
 
     def checkpoint_path(self, index: int) -> Path:
         return self.path / "checkpoints" / f"round-{index:05d}.safetensors"

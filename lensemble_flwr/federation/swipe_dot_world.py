@@ -68,7 +68,6 @@ class SwipeDotWorld:
     """See the module and :class:`.world_data.WorldData`."""
 
     embodiments: tuple[str, ...] = (BODY,)
-    state_targets: StateTargets | None = StateTargets((0, 1), ("x", "y"))
     main_set = rehearsal_set = "heldout"
     unseen_metric = "unseen_r2"
 
@@ -77,6 +76,11 @@ class SwipeDotWorld:
         self.spec = SwipeDotSpec(**{**data, "silo_seeds": tuple(data["silo_seeds"])})
         self.share = self.spec.episodes_per_participant
         self._size = config.model.image_size
+        # The grid runs from the middle of the first pixel to that of the last.
+        edge, inner = 0.5 / self._size, 1 - 1 / self._size
+        self.state_targets: StateTargets | None = StateTargets(
+            (0, 1), ("x", "y"), in_picture=((edge, inner), (edge, inner))
+        )
         wanted = config.federation.participants
         if len(self.spec.silo_seeds) < wanted:
             raise ConfigError(

@@ -9,9 +9,11 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from lensemble_flwr.federation.readings import Readings
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long is prepared."""
@@ -124,6 +126,23 @@ class Task(Protocol):
 
         Raises:
             ArtifactError: a file is missing there or damaged.
+        """
+        ...
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """A task that can show its models at work; one that cannot leaves the method out."""
+
+    def readings(self, thetas: Mapping[str, np.ndarray]) -> Readings | None:
+        """What is read from models along one public held-out episode, never a participant's; run by the coordinator
+        once, when a run ends.
+
+        Args:
+            thetas: name -> (d,) float32.
+
+        Returns:
+            None: there is nothing to read.
         """
         ...
 

@@ -52,11 +52,14 @@ class StateTargets:
         names: what each of these columns is.
         error: (name of a metric, index into ``position``): the 5-step prediction's error in that column's own units;
             None: no such metric.
+        in_picture: if ``position`` is x and y of something that pictures show: for each (intercept, slope) of its
+            place, as a share of the picture's width from the left and of its height from the top.
     """
 
     position: tuple[int, ...]
     names: tuple[str, ...]
     error: tuple[str, int] | None = None
+    in_picture: tuple[tuple[float, float], tuple[float, float]] | None = None
 
 
 class WorldData(Protocol):

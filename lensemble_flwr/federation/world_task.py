@@ -25,6 +25,7 @@ from lensemble_flwr.data.windowed import StoredPictures, windowed
 from lensemble_flwr.data.windows import usable, without
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
+from lensemble_flwr.federation.readings import MAX_STEPS, Reading, Readings, spaced
 from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.federation.world_data import HeldOut, build_world
@@ -33,7 +34,8 @@ from lensemble_flwr.gauge.anchor import FrameAnchor
 from lensemble_flwr.gauge.drift import frame_drift
 from lensemble_flwr.gauge.procrustes import procrustes_align
 from lensemble_flwr.home import cache_lock, home
-from lensemble_flwr.model.evaluate import evaluate, fit_probe, probe_rmse
+from lensemble_flwr.model.evaluate import Probe as StateProbe
+from lensemble_flwr.model.evaluate import evaluate, fit_probe, open_loop, probe_rmse
 from lensemble_flwr.model.heads import ActionHead, head_from_state
 from lensemble_flwr.model.inner import InnerState, inner_steps
 from lensemble_flwr.model.layout import ParameterLayout
@@ -48,6 +50,32 @@ from lensemble_flwr.model.world_model import WorldModel, encode_trajectories, fr
 
 _RESERVED = "lensemble evaluation episodes 1"
 _STILL = 1e-6
+_AHEAD = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Labels:
+    """Held-out labels, a row for each frame: (N, c) position, (N,) whether its episode is under known conditions, is
+    even, and which one it is."""
+
+    position: torch.Tensor
+    names: tuple[str, ...]
+    known: torch.Tensor
+    even: torch.Tensor
+    episode: torch.Tensor
+
+    def probe(self, latents: LatentTrajectories) -> StateProbe:
+        """Fitted on even episodes under known conditions."""
+        fit = self.known & self.even
+        return fit_probe(latents.latents[fit], self.position[fit])
+
+    def first_read(self, least: int) -> torch.Tensor | None:
+        """Rows of the first episode of ``least`` frames or more that is known and not fitted on."""
+        for episode in torch.unique(self.episode[self.known & ~self.even]).tolist():
+            rows = torch.nonzero(self.episode == episode).flatten()
+            if len(rows) >= least:
+                return rows
+        return None
 
 
 class WorldTask:
@@ -480,20 +508,11 @@ class WorldTask:
             return {}
         found: dict[str, list[float]] = {}
         for body, latents in held_out.items():
-            if latents.states is None:
+            labels = self._labels(name, body, latents)
+            if labels is None:
                 continue
-            rows = torch.repeat_interleave(torch.arange(len(latents.lengths)), torch.tensor(latents.lengths))
-            unseen = self._sets[name][body].unseen
-            known = torch.ones(len(latents.lengths), dtype=torch.bool) if unseen is None else ~torch.from_numpy(unseen)
-            known = known[rows]
-            fit, read = known & (rows % 2 == 0), rows % 2 == 1
-            position = latents.states[:, list(targets.position)]
-            if not targets.position:  # all columns but those that stand still: of them nothing can be read
-                moves = (latents.states[fit].std(dim=0) > _STILL) & (latents.states[read].std(dim=0) > _STILL)
-                if not moves.any():
-                    continue
-                position = latents.states[:, moves]
-            probe = fit_probe(latents.latents[fit], position[fit])
+            known, read, position = labels.known, ~labels.even, labels.position
+            probe = labels.probe(latents)
             for metric, these in (("state_probe_r2", read & known), (self.world.unseen_metric, read & ~known)):
                 if these.any():
                     r2 = probe.r2(latents.latents[these], position[these]).mean()
@@ -503,6 +522,49 @@ class WorldTask:
                 error = probe_rmse(model, self._public_heads[body], latents, probe, column)
                 found.setdefault(metric, []).append(error)
         return {metric: sum(values) / len(values) for metric, values in found.items()}
+
+    def _labels(self, name: str, body: str, held: Trajectories | LatentTrajectories) -> _Labels | None:
+        """What of a body's held-out states is read, and which frames the probe is fitted on; None: nothing is."""
+        targets = self.world.state_targets
+        if targets is None or held.states is None:
+            return None
+        rows = torch.repeat_interleave(torch.arange(len(held.lengths)), torch.tensor(held.lengths))
+        unseen = self._sets[name][body].unseen
+        known = torch.ones(len(held.lengths), dtype=torch.bool) if unseen is None else ~torch.from_numpy(unseen)
+        known, even, columns = known[rows], rows % 2 == 0, list(targets.position)
+        if not columns:  # all but those that stand still: of them nothing can be read
+            moves = [held.states[part].std(dim=0) > _STILL for part in (known & even, ~even)]
+            columns = torch.nonzero(moves[0] & moves[1]).flatten().tolist()
+            if not columns:
+                return None
+        names = targets.names or tuple(f"state {column}" for column in columns)
+        return _Labels(held.states[:, columns], names, known, even, rows)
+
+    def readings(self, thetas: Mapping[str, np.ndarray]) -> Readings | None:
+        """Of the first held-out episode that the probe is not fitted on; see :class:`.task.Shows`."""
+        for body, frames in self._frames_held_out[self.world.main_set].items():
+            labels = self._labels(self.world.main_set, body, frames)
+            rows = None if labels is None else labels.first_read(_AHEAD + 2)
+            if labels is not None and rows is not None:
+                return self._readings(thetas, body, labels, rows)
+        return None
+
+    def _readings(self, thetas: Mapping[str, np.ndarray], body: str, labels: _Labels, rows: torch.Tensor) -> Readings:
+        name, targets = self.world.main_set, self.world.state_targets
+        frames, found = self._frames_held_out[name][body], []
+        for model_name, theta in thetas.items():
+            model = self.warm.build_model()
+            self._layout.write(model, theta)
+            encoded = encode_trajectories(model, frames) if self._frame_moves else self._frozen_held_out[name][body]
+            one = LatentTrajectories(encoded.latents[rows], encoded.actions[rows], (len(rows),))
+            probe, predicted = labels.probe(encoded), np.full((len(rows), len(labels.names)), np.nan)
+            predicted[_AHEAD + 1 :] = probe(open_loop(model, self._public_heads[body], one, _AHEAD)[0]).numpy()
+            found.append(Reading(model_name, probe(one.latents).numpy(), predicted))
+        place = None if targets is None else targets.in_picture
+        shown = () if place is None else spaced(_AHEAD + 1, min(len(rows), MAX_STEPS) - 1)
+        pictures = frames.at(rows[list(shown)]).permute(0, 2, 3, 1).contiguous().numpy() if shown else None
+        truth = labels.position[rows].double().numpy()
+        return Readings(body, labels.names, _AHEAD, truth, tuple(found), place, shown, pictures)
 
     def _held_out(self, name: str, model: WorldModel) -> dict[str, LatentTrajectories]:
         if not self._frame_moves:  # one frozen encoder: encode once

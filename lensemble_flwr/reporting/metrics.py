@@ -23,6 +23,7 @@ class Metric:
         unit: empty if it has none.
         lower_is_better: None if unknown.
         latent: whether it describes the latent space (collapse) instead of a success.
+        noise: figures smaller than this are rounding, and shown as zero.
     """
 
     name: str
@@ -31,6 +32,10 @@ class Metric:
     unit: str = ""
     lower_is_better: bool | None = None
     latent: bool = False
+    noise: float = 0.0
+
+    def figure(self, value: float) -> str:
+        return figure(0.0 if abs(value) < self.noise else value)
 
     @property
     def direction(self) -> str:
@@ -68,7 +73,7 @@ _KNOWN = (
     Metric("latent_std_mean", "mean latent std", "mean std", "latent units", None, True),
     Metric("latent_std_min", "smallest latent std", "smallest std", "latent units", None, True),
     Metric("sigreg", "held-out SIGReg", "SIGReg", "1 for Gaussian latents", None, True),
-    Metric("frame_drift_deg", "frame drift from the public start", "frame drift", "degrees", None, True),
+    Metric("frame_drift_deg", "frame drift from the public start", "frame drift", "degrees", None, True, 1e-3),
     Metric(
         "distillation_rms",
         "student's distance from the federated function",

@@ -80,7 +80,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     values = [r.metrics.get(metric.name, math.nan) for r in run.rounds]
     lines = []
     if math.isfinite(start):
-        lines.append(Line(start, f"{start_name(run)} {figure(start)}", _BASELINE_COLOURS["start"]))
+        lines.append(Line(start, f"{start_name(run)} {metric.figure(start)}", _BASELINE_COLOURS["start"]))
     others = [b for b in run.baselines if math.isfinite(b.metrics.get(metric.name, math.nan))]
     others = [b for b in others if baseline_kind(b.name) != "start"]
     others.sort(key=lambda b: ("local", "pooled", "other").index(baseline_kind(b.name)))
@@ -88,7 +88,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
     for baseline in others[: _MOST_BASELINES - len(lines)]:
         kind = baseline_kind(baseline.name)
         value = baseline.metrics[metric.name]
-        lines.append(Line(value, f"{_shortened(baseline.name)} {figure(value)}", _BASELINE_COLOURS[kind]))
+        lines.append(Line(value, f"{_shortened(baseline.name)} {metric.figure(value)}", _BASELINE_COLOURS[kind]))
         kinds.append(kind)
     last = next((v for v in reversed(values) if math.isfinite(v)), math.nan)
 
@@ -102,7 +102,7 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
         _rounds_axis(axes, run)
         axes.set_ylabel(capital(metric.unit or metric.short))
         value_limits(axes, [*y, *(line.y for line in lines)])
-        named = [*lines, Line(last, f"this run {figure(last)}", BLUE, True)] if math.isfinite(last) else lines
+        named = [*lines, Line(last, f"this run {metric.figure(last)}", BLUE, True)] if math.isfinite(last) else lines
         name_lines(axes, named)
 
     title = capital(metric.label) + " by round"
@@ -112,8 +112,10 @@ def _evaluation(run: RunData, metric: Metric, wide: bool = False) -> Plot:
         "error / error with true actions": "Above 1 the model uses the actions. ",
         "share of variance": "1 is the error of always predicting the mean. ",
     }.get(metric.unit, "")
-    story = f"{figure(start)} at the start, " if math.isfinite(start) else ""
-    caption = f"{note}{unit}Public held-out data: {story}{figure(values[-1])} after round {run.rounds[-1].index}."
+    story = f"{metric.figure(start)} at the start, " if math.isfinite(start) else ""
+    caption = (
+        f"{note}{unit}Public held-out data: {story}{metric.figure(values[-1])} after round {run.rounds[-1].index}."
+    )
     if run.burnt:
         caption += " Hollow markers: burnt rounds, which left the model as it was."
     return Plot(
@@ -292,7 +294,7 @@ def _latent(run: RunData) -> list[Plot]:
             + "Public held-out data."
         )
         plots.append(Plot("latent", title, caption, svg("latent", title, caption, PANEL, draw)))
-    rest = [m for m in health if m not in ranks and m not in spreads]
+    rest = [m for m in health if m not in ranks and m not in spreads and _moves(run, m)]
     return plots + [_evaluation(run, m) for m in rest]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.reporting.drawing import Plot
 from lensemble_flwr.reporting.metrics import primary
-from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, scrollable, unbroken
+from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, parted, scrollable, unbroken
 from lensemble_flwr.reporting.plots import all_plots
+from lensemble_flwr.reporting.readings import episode_section
 from lensemble_flwr.reporting.run_data import Claim, RunData, load_run
 from lensemble_flwr.reporting.summary import closing_sentence, comparison, rounds_rows
 from lensemble_flwr.reporting.wording import delta, epsilon, figure, listed, observer
@@ -53,6 +54,7 @@ def render(run: RunData) -> str:
         _tiles(run),
         _results(run, plots),
         _claims(run),
+        episode_section(run),
         _course(plots),
         _rounds(run),
         _configuration(run),
@@ -186,24 +188,54 @@ def _claims(run: RunData) -> Markup:
         intro = f"Asked for: protection against {listed(words)}. {grade}."
     else:
         intro = "No claim was asked for."
-    reasons = el("ul", [el("li", str(why)) for why in manifest.claim_grade_why_not], class_="plain")
+    why_not = manifest.claim_grade_why_not if words else []  # without a wish there is nothing that is not met
+    reasons = el("ul", [el("li", str(why)) for why in why_not], class_="plain")
     heads = ("Against", "Holds", "\u03b5", "\u03b4", "View", "Remark")
     head = el("thead", el("tr", [el("th", h, scope="col") for h in heads]))
-    table = el("table", head, [_claim(c) for c in run.claims], class_="claims")
+    common = _unit(run.claims)
+    table = el("table", head, [_claim(c, common is None) for c in run.claims], class_="claims")
     return el(
         "section",
-        el("h2", "What is claimed"),
+        el("h2", "What is claimed, and what is not"),
         el("p", intro),
-        reasons if manifest.claim_grade_why_not else None,
-        el("p", "This table is the manifest's, row for row. Nothing beyond it is claimed anywhere.", class_="soft"),
+        reasons if why_not else None,
+        common,
+        el(
+            "p",
+            "This table is the manifest's, row for row. Nothing beyond it is claimed anywhere. A figure in grey "
+            "belongs to a row that is not claimed: it promises nothing.",
+            class_="soft",
+        ),
         table if run.claims else el("p", "The manifest holds no claims."),
     )
 
 
-def _claim(claim: Claim) -> Markup:
+def _unit(claims: tuple[Claim, ...]) -> Markup | None:
+    """What is protected and which runs are neighbours, if all rows say the same."""
+    said = {(claim.unit, claim.neighbours) for claim in claims}
+    if len(said) != 1:
+        return None
+    unit, neighbours = said.pop()
+    if not unit or not neighbours:
+        return None
+    meaning = ", that is, all clipped updates in one such unit are zero; its noise and its messages stay"
+    return el(
+        "p",
+        "What is protected: ",
+        el("b", unit),
+        ". Neighbouring runs: ",
+        el("b", neighbours),
+        meaning if neighbours == "zero-out" else "",
+        ".",
+    )
+
+
+def _claim(claim: Claim, unit: bool) -> Markup:
     """A row for the claim itself and one, in small type, for its terms."""
     badge = (
-        el("span", "\u2713 holds", class_="badge yes") if claim.holds else el("span", "\u2715 no", class_="badge no")
+        el("span", "\u2713 holds", class_="badge yes")
+        if claim.holds
+        else el("span", "\u2715 not claimed", class_="badge no")
     )
     name = observer(claim.observer)
     bound = el("b", epsilon(claim.epsilon)) if claim.holds else el("span", epsilon(claim.epsilon), class_="meh")
@@ -217,10 +249,11 @@ def _claim(claim: Claim) -> Markup:
         el("td", claim.why_not, class_="says"),
         class_="main",
     )
-    return el("tbody", main, el("tr", el("td", el("p", _terms(claim)), colspan="6"), class_="fine"))
+    return el("tbody", main, el("tr", el("td", el("p", _terms(claim, unit)), colspan="6"), class_="fine"))
 
 
-def _terms(claim: Claim) -> str:
+def _terms(claim: Claim, unit: bool) -> str:
+    """The small print of a claim; ``unit``: with what is protected, which else stands above the table."""
     views = [
         f"{words} {epsilon(value)}"
         for words, value in (
@@ -231,7 +264,7 @@ def _terms(claim: Claim) -> str:
         if not math.isnan(value)
     ]
     parts = []
-    if claim.unit:
+    if unit and claim.unit:
         parts.append(f"Unit: {claim.unit}" + (f"; neighbours: {claim.neighbours}" if claim.neighbours else ""))
     if views and claim.epsilon < math.inf:
         parts.append(f"\u03b5 of {', '.join(views)}")
@@ -364,7 +397,7 @@ def _settings(name: str, values: dict[str, Any], given: set[str], prefix: str) -
     rows = [
         el(
             "div",
-            el("dt", key.replace("_", " ") if not prefix and name != "Run" else key),
+            el("dt", key.replace("_", " ") if not prefix and name != "Run" else parted(key)),
             el("dd", _plain(value)),
             class_="set" if prefix + key in given else None,
         )

@@ -4,6 +4,7 @@
     rounds.jsonl       one record per finished round (missing while no round is finished)
     evaluation.json    {"start": {metric: value}, "headline": metric}: the model before round 0 (optional)
     baselines.json     {"rows": [{"name", "metrics", "note"}]}, computed outside the federation (optional)
+    readings.json      what the models read along one public held-out episode (optional; federation.readings)
 
 Only public values are in these files. A run that was interrupted is read as far as it got.
 """
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 from lensemble_flwr.errors import ArtifactError
 from lensemble_flwr.federation.manifest import RunManifest, read_manifest
+from lensemble_flwr.federation.readings import MAX_BYTES, Readings, from_json
 from lensemble_flwr.federation.run_folder import RunFolder
 from lensemble_flwr.federation.task import MetricLabel
 
@@ -113,6 +115,9 @@ class RunData:
     baselines: tuple[Baseline, ...]
     labels: dict[str, MetricLabel] = field(default_factory=dict)
     """What the run's own task calls its metrics."""
+    readings: Readings | None = None
+    readings_after: int = 0
+    """How many rounds the final model of :attr:`readings` has behind it."""
 
     # ---------------------------------------------------------------- what was asked for
 
@@ -219,6 +224,7 @@ def load_run(folder: Path | str) -> RunData:
         _damaged(path, str(error.strerror or error))
     start = _optional(folder / "evaluation.json")
     baselines = _optional(folder / "baselines.json")
+    readings, readings_after = _readings(folder / "readings.json")
     run = RunData(
         folder=folder,
         manifest=manifest,
@@ -228,6 +234,8 @@ def load_run(folder: Path | str) -> RunData:
         headline=_headline(folder / "evaluation.json", start),
         baselines=_baselines(folder / "baselines.json", baselines) if baselines is not None else (),
         labels=_labels(folder / "evaluation.json", start),
+        readings=readings,
+        readings_after=readings_after,
     )
     # Read every key once: a report must not fail halfway.
     _ = run.experiment, run.task, run.planned_rounds, run.guarantee, run.surface
@@ -253,6 +261,16 @@ def _checked_manifest(folder: Path) -> RunManifest:
         if not isinstance(getattr(manifest, name), kind):
             _damaged(folder / "manifest.json", f"{name} is not {kind.__name__}")
     return manifest
+
+
+def _readings(path: Path) -> tuple[Readings | None, int]:
+    if not path.is_file():
+        return None, 0
+    try:
+        with open(path, "rb") as file:
+            return from_json(file.read(MAX_BYTES + 1))
+    except OSError as error:
+        _damaged(path, str(error.strerror or error))
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

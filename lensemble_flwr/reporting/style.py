@@ -63,7 +63,9 @@ td.num { white-space: nowrap; }
 tr.mine th, tr.mine td { background: #eaf2f9; font-weight: 650; print-color-adjust: exact;
   -webkit-print-color-adjust: exact; }
 tr.mine th:first-child { padding-left: 0.6rem; box-shadow: inset 4px 0 0 var(--blue); }
-tr.mine td:last-child { font-weight: 400; }
+tr.mine td:last-child:not(.num) { font-weight: 400; }
+tr.mine td.num:last-child, .short .num:last-child { padding-right: 0.6rem; }
+table.short { max-width: 46rem; }
 tr.burnt td, tr.burnt th { color: var(--red); }
 tr.start td, tr.start th { color: var(--soft); font-weight: 400; }
 .rounds td:last-child { min-width: 9rem; overflow-wrap: anywhere; }
@@ -92,6 +94,19 @@ figure svg text { font-family: var(--sans); }
 figcaption { color: var(--soft); font-size: 0.875rem; line-height: 1.45; margin-top: 0.4rem; max-width: 46rem;
   text-wrap: pretty; }
 .narrow { display: none; }
+.part { display: inline-block; }
+.legend { display: flex; flex-wrap: wrap; gap: 0.3rem 1.6rem; margin: 0 0 1.2rem; padding: 0; list-style: none;
+  font-size: 0.9375rem; }
+.legend li { display: flex; align-items: center; gap: 0.45rem; }
+.key { width: 1.35rem; height: 1.35rem; flex: none; background: #8b97a5; border-radius: 3px; }
+.episode figure { margin-bottom: 1.4rem; } .episode .grid { margin: 0; row-gap: 0.6rem; }
+.strip { display: grid; grid-template-columns: repeat(6, 1fr); gap: 0.6rem; }
+.strip svg, .strip { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.strip .under { color: var(--soft); font-size: 0.8125rem; text-align: center; margin-top: 0.35rem; }
+.strip svg { outline: 1px solid var(--rule); } .pixels { image-rendering: pixelated; }
+.halo { fill: none; stroke: #fff; stroke-width: 4.2; } .ring { fill: none; stroke: #000; stroke-width: 1.8; }
+.cross { fill: none; stroke: #000; stroke-width: 1.9; } .off { stroke: #fff; stroke-width: 1; }
+.disc { fill: #d23600; stroke: #fff; stroke-width: 1.2; }
 .grid { display: grid; grid-template-columns: 1fr 1fr; gap: 2.25rem 2.5rem; margin-top: 2rem; }
 .compare { margin-top: 1.75rem; }
 .settings { columns: 3; column-gap: 2.25rem; font-size: 0.875rem; line-height: 1.45; }
@@ -128,10 +143,11 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .banner { padding: 0.9rem 1rem 1rem; }
   .banner strong { font-size: 1.6rem; }
   .grid { grid-template-columns: 1fr; }
+  .strip { grid-template-columns: repeat(3, 1fr); }
   .broad { display: none; }
   .narrow { display: block; }
   .settings { columns: 1; }
-  .tile .value { font-size: 1.35rem; }
+  .tile .value { font-size: 1.15rem; line-height: 1.5; }
   .tile .value.word { font-size: 1.1rem; }
   .facts-table { grid-template-columns: 1fr; gap: 0; }
   .facts-table dd { margin-bottom: 0.6rem; }
@@ -143,6 +159,13 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   .claims td.view:not(:empty)::before { content: "view "; color: var(--soft); }
   .claims td.eps::before { content: attr(data-label) " "; color: var(--soft); }
   .scroll table { width: max-content; min-width: 100%; }
+  .scroll table.short { width: 100%; }
+  .scroll table.short th { white-space: normal; }
+  .scroll { background:
+      linear-gradient(90deg, #fff 50%, #fff0) 0 0 / 2rem 100% no-repeat local,
+      linear-gradient(270deg, #fff 50%, #fff0) 100% 0 / 2rem 100% no-repeat local,
+      linear-gradient(90deg, #1c243033, #1c243000) 0 0 / 0.5rem 100% no-repeat scroll,
+      linear-gradient(270deg, #1c243033, #1c243000) 100% 0 / 0.5rem 100% no-repeat scroll; }
   .scroll th { white-space: nowrap; }
   .rounds td:last-child, .compare tbody th { min-width: 8.5rem; overflow-wrap: anywhere; }
 .compare td:last-child { max-width: 16rem; }
@@ -153,8 +176,9 @@ footer { margin-top: 3rem; padding-top: 0.8rem; border-top: 1px solid var(--rule
   body { font-size: 1rem; line-height: 1.45; }
   main { max-width: none; padding: 0; }
   h2 { margin-top: 7mm; break-after: avoid; }
-  h3 { break-after: avoid; }
+  h3, h2 + p { break-after: avoid; }
   .lede { max-width: none; margin-top: 5mm; }
+  .episode figure { margin-bottom: 4mm; }
   .banner, .notice, .tiles, .settings section, .facts-table, tr, li { break-inside: avoid; }
   .under-table { break-before: avoid; }
   thead { display: table-header-group; }

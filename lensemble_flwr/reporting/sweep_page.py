@@ -8,7 +8,6 @@ from lensemble_flwr.reporting.drawing import capital
 from lensemble_flwr.reporting.page import Child, Markup, document, el, figure_of, scrollable, unbroken
 from lensemble_flwr.reporting.sweep import (
     SIGMA,
-    Row,
     SweepData,
     closing,
     command_line,
@@ -64,24 +63,27 @@ def _unfinished(data: SweepData) -> Markup | None:
     rows = [row for row in data.rows if row.exit_status not in FINISHED]
     if not rows:
         return None
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.outcome is not None:
+            alike.setdefault((row.end, row.outcome.detail), []).append(row.point.label)
     items = [
-        el("li", el("strong", row.end), f": {row.point.label}", f" \u2013 {row.outcome.detail}" if _told(row) else "")
-        for row in rows
-        if row.outcome is not None
+        el("li", el("strong", end), f": {'; '.join(labels)}", f" \u2013 {detail}" if detail else "")
+        for (end, detail), labels in alike.items()
     ]
     waiting = sum(row.outcome is None for row in rows)
     if waiting:
         items.append(el("li", f"{waiting} not started"))
     return el(
         "div",
-        el("p", f"{len(rows)} of {len(data.rows)} points have no result. They are in no mean and in no plot:"),
+        el(
+            "p",
+            f"{len(rows)} of {len(data.rows)} points have no result. They are in no mean; where a number was swept, a "
+            "red cross marks them:",
+        ),
         el("ul", items, class_="plain"),
         class_="notice",
     )
-
-
-def _told(row: Row) -> bool:
-    return row.outcome is not None and bool(row.outcome.detail)
 
 
 def _table(head: list[str], body: list[list[Child]], left: int, label: str, kinds: list[str | None]) -> Markup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lensemble_flwr.reporting.drawing import (
     BLUE,
@@ -31,7 +31,7 @@ from lensemble_flwr.reporting.drawing import (
 )
 from lensemble_flwr.reporting.metrics import Metric
 from lensemble_flwr.reporting.sweep import SIGMA, Group, Row, Spread, SweepData, short_keys
-from lensemble_flwr.reporting.wording import clean, figure, size_unit
+from lensemble_flwr.reporting.wording import clean, figure, listed, size_unit
 from lensemble_flwr.sweep import as_text
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def _against(data: SweepData, key: str, metric: Metric, wide: bool) -> Plot | No
     means = [mark.y.mean for marks in traffic for mark in marks if mark.y.count]
     costs = bool(means) and max(means) > 1.01 * min(means)  # bytes that do not depend on the key need no panel
     start = Spread.of(row.before(metric.name) for row in data.rows if row.finished)
+    lost: dict[float, int] = {}  # value of the key -> points without a result
+    for group in data.groups():
+        without = sum(not (row.finished and math.isfinite(row.after(metric.name))) for row in group.rows)
+        if without and math.isfinite(place(group)):
+            lost[place(group)] = lost.get(place(group), 0) + without
 
     def draw(fig: Figure) -> None:
         if costs:
@@ -132,9 +137,15 @@ def _against(data: SweepData, key: str, metric: Metric, wide: bool) -> Plot | No
             below.set_ylabel(f"Payload ({unit})")
             name_lines(below, lines)
             axes.tick_params(labelbottom=False)
-        bottom.set_xlabel(short)
-        _x_axis(bottom, [m.x for s in series for m in s.marks])
+        if lost:  # on the edge of the axes, where no figure can be read off them
+            where: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+            axes.plot(list(lost), [0.0] * len(lost), "x", color=RED, markersize=8, markeredgewidth=2.2, **where)
+        bottom.set_xlabel(capital(short))
+        _x_axis(bottom, [*(m.x for s in series for m in s.marks), *lost])
 
+    if lost:
+        counts = listed([f"{count} at {value:g}" for value, count in sorted(lost.items())[:6]])
+        caption += f" Red crosses on the axis: {sum(lost.values())} points without a result ({counts})."
     if costs:
         caption += " Below: payload of all rounds, up and down, all participants together."
     return Plot(
@@ -228,6 +239,10 @@ def _draw(axes: Axes, series: Sequence[Series], metric: Metric, start: Spread) -
         reach = [[m.y.mean - m.y.low for m in one.marks], [m.y.high - m.y.mean for m in one.marks]]
         style = {"color": colour, "marker": shape, "markersize": 6, "linewidth": 2, "elinewidth": 1.4}
         axes.errorbar(x, y, yerr=reach, capsize=4, zorder=3, **style)  # type: ignore[arg-type]
+        for place, mark in zip(x, one.marks, strict=True):
+            if mark.y.count > 1:  # each run
+                runs = [row.after(metric.name) for row in mark.rows]
+                axes.plot([place] * len(runs), runs, ".", color=colour, alpha=0.55, markersize=5, zorder=2.5)
         values += [v for m in one.marks for v in (m.y.low, m.y.high)]
         lines.append(Line(y[-1], one.name or f"end {figure(y[-1])}", colour, True))
     value_limits(axes, values)
@@ -259,7 +274,7 @@ def _x_axis(axes: Axes, xs: Sequence[float], ticks: bool = True) -> None:
     if ticks and len(set(xs)) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(xs))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.4g}"))
-    axes.margins(x=0.06)
+    axes.margins(x=0.09)
 
 
 def _room(series: Sequence[Series]) -> float:
@@ -278,7 +293,7 @@ def _caption(series: Sequence[Series], metric: Metric, against: str) -> str:
     else:
         text = (
             f"{direction}The {metric.label} on public held-out data {against}. Markers: means over {seeds} seeds; "
-            "bars: from the smallest to the largest."
+            "dots: each run; bars: from the smallest to the largest."
         )
     if len(series) > _MOST_SERIES:
         text += f" The first {_MOST_SERIES} of {len(series)} combinations; the table has all."

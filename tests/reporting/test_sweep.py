@@ -192,6 +192,22 @@ def test_many_combinations_are_said_to_be_left_out(tmp_path: Path) -> None:
     assert len(group_cells(data)[1]) == 14
 
 
+def test_points_without_a_result_are_marked_where_they_belong(mixed: Path) -> None:
+    for number, plot in enumerate(sweep_plots(load_sweep(mixed))):
+        told = "Red crosses on the axis: 3 points without a result (1 at 0.5 and 2 at 2)." in plot.caption
+        assert told == (number == 1), plot.title
+
+
+def test_points_that_failed_alike_are_told_together(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, "diloco.inner_steps=1,2,3")
+    for point in sweep.points[1:]:
+        end(tmp_path, point, 1, "[ROUND] It broke.")
+    finish(tmp_path, sweep.points[0], 2.0, 1.0)
+    text = render(load_sweep(tmp_path))
+    assert text.count("It broke.") == 1
+    assert "diloco.inner_steps=2; diloco.inner_steps=3" in text
+
+
 # -------------------------------------------------------------------------------------------------------- parts
 
 
