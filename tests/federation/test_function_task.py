@@ -86,6 +86,17 @@ def test_local_training_moves_the_answers_and_the_student_follows_them() -> None
     assert np.isfinite(task.local_update(result.theta, 1, result.state, **STEPS).theta).all()
 
 
+def test_what_is_read_is_read_from_the_students() -> None:
+    task = make()
+    theta = task.initial()
+    found = task.readings({"start": theta, "final": np.zeros_like(theta)})
+    assert found is not None
+    start, final = found.models
+    assert (start.model, final.model) == ("start", "final")
+    assert np.isfinite(start.seen).all()
+    assert not np.allclose(start.seen, final.seen)
+
+
 def test_students_do_not_share_a_workspace() -> None:
     task = make()
     theta = task.initial()
