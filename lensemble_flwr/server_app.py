@@ -69,7 +69,11 @@ def _run(grid: Grid, context: Context) -> None:
     _check_runtime(config, simulation)
     with folder.lock(), log_context():  # before anything in it is touched
         folder.stop_file.unlink(missing_ok=True)  # it was for the process that ended
-        _run_in(folder, config, grid, simulation, str(context.run_config.get("revision", "")))
+        try:
+            _run_in(folder, config, grid, simulation, str(context.run_config.get("revision", "")))
+        except (LensembleError, OSError) as error:
+            folder.log("error", {"code": getattr(error, "code", ArtifactError.code), "text": str(error)})
+            raise
 
 
 def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, revision: str) -> None:
@@ -113,7 +117,6 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, rev
     try:
         SecureDiLoCo(config, task, folder, on_event, _roster(config)).start(grid)
     except LensembleError as error:
-        folder.log("error", {"code": error.code, "text": str(error)})
         _finish(manifest, folder, error.code, str(error))
         raise
     _finish(manifest, folder, "completed", "")
