@@ -209,7 +209,8 @@ class Coordinator:
         if index:
             self.on_event("resumed", {"rounds": index})
         try:
-            self._join()
+            done = index >= self.config.diloco.rounds  # then only those who missed the end have to hear of it
+            self._join(0 if done else self.config.federation.min_participants)
             roots = sorted(m.dataset_root.hex() for m in self.members.values())
             self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
             burnt = 0
@@ -324,8 +325,8 @@ class Coordinator:
 
     # ------------------------------------------------------------------ who is there
 
-    def _join(self) -> None:
-        """Wait for the participants; at least ``min_participants`` within ``join_timeout_s``."""
+    def _join(self, least: int) -> None:
+        """Wait for the participants; at least ``least`` within ``join_timeout_s``."""
         federation = self.config.federation
         # A simulation has all its nodes from the start; waiting longer would only hide a wrong number of SuperNodes.
         patience = 5.0 if self.transport.simulation else federation.join_timeout_s
@@ -336,7 +337,7 @@ class Coordinator:
             have = len(self.members)
             self.on_event("progress", {"what": "joined", "done": have, "total": federation.participants})
             now = self.clock()  # once: between two readings the deadline could pass, and enough would be too few
-            if have >= federation.participants or (now >= deadline and have >= federation.min_participants):
+            if have >= federation.participants or (now >= deadline and have >= least):
                 return
             if now >= deadline:
                 raise self._too_few(have, now - began)
@@ -865,7 +866,7 @@ class Coordinator:
 
         A run that ends because sites are away does not wait for the same sites again: those that are not connected are
         not asked, and those that were silent are given :data:`SILENT_CLOSE_S`, after the others. Who misses the close
-        settles its round when it is in the next one, or when the resumed run closes.
+        settles its round when it is in the next one, or when the run is resumed, after its last round too.
         """
         if last is None or not self.members:
             return

@@ -189,10 +189,10 @@ def test_flower_still_has_the_tolerance_that_the_check_names() -> None:
 
 
 def test_what_a_run_would_be_refused_for_is_all_named(connected: Site) -> None:
-    policy = dataclasses.replace(POLICY, max_inner_steps=1, max_clip_norm=0.1, dataset="gripper")
+    policy = dataclasses.replace(POLICY, max_inner_steps=1, max_clip_norm=0.1, max_processes=0, dataset="gripper")
     save_policy(connected.folder / "policy.yaml", policy)
     text = check_site(connected.folder, load_config("experiment=linear"), online=False).text()
-    for rule in ("max_inner_steps", "max_clip_norm", "dataset"):
+    for rule in ("max_inner_steps", "max_clip_norm", "max_processes", "dataset"):
         assert f"rule {rule} forbids" in text
 
 

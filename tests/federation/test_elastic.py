@@ -338,6 +338,20 @@ def test_an_end_asks_nobody_that_is_not_connected(tmp_path: Path) -> None:
     assert states(federation) == {node: ["closed", "closed"] for node in (100, 101, 102, NODE)}
 
 
+def test_one_that_missed_the_end_of_a_completed_run_is_told_later(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2 federation.join_timeout_s=4")
+    federation.transport.before = lambda stage, node, fields: not (node == NODE and stage == Stage.CLOSE) and None
+    federation.start()
+    assert states(federation)[NODE] == ["closed", "encoded"]
+    federation.transport.before = lambda stage, node, fields: None
+    federation.leave(100, 101)  # it takes no quorum
+    federation.resume()
+    assert federation.in_sum() == [("committed", 4, 4)] * 2
+    assert states(federation)[NODE] == ["closed", "closed"]
+    (model,) = (federation.transport.members[NODE].site.folder / "models").iterdir()
+    assert theta_hash(federation.task.layout, np.fromfile(model, "<f4")).hex() == last_hash(federation)
+
+
 def states(federation: Elastic) -> dict[int, list[str | None]]:
     """What each site's ledger says of its rounds."""
     assert federation.folder is not None

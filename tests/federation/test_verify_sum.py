@@ -609,7 +609,7 @@ def test_too_few_old_members_end_the_run_before_anybody_is_asked(tmp_path: Path,
         run.start()
         assert [(r["participants"], r["roster"]) for r in run.rounds()] == [(4, 4), (4, 4)]
         return
-    with pytest.raises(FaultToleranceExceeded, match="only 1 of them can check the model .* 2 must vouch"):
+    with pytest.raises(FaultToleranceExceeded, match=r"only 1 of them can check the model .* 2 must vouch"):
         run.start()
     assert [r["outcome"] for r in run.rounds()] == ["committed"]
     assert trained(run) == [1, 0, 0]
