@@ -74,7 +74,7 @@ LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
 LATE_JOIN_S = 30.0
 """How long newcomers may keep a running federation waiting."""
 SILENT_CLOSE_S = 30.0
-"""How long the end of a run waits for members that did not answer what they were last asked."""
+"""How long the end of a run waits at least for members that did not answer what they were last asked."""
 
 _PART = 1 << 20  # coordinates that are widened at a time
 
@@ -865,22 +865,25 @@ class Coordinator:
         """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing.
 
         A run that ends because sites are away does not wait for the same sites again: those that are not connected are
-        not asked, and those that were silent are given :data:`SILENT_CLOSE_S`, after the others. Who misses the close
-        settles its round when it is in the next one, or when the run is resumed, after its last round too.
+        not asked, and those that were silent are given :data:`SILENT_CLOSE_S`, or twice what the others took, after
+        the others. Who misses the close settles its round when it is in the next one, or when the run is resumed, even
+        after its last round.
         """
         if last is None or not self.members:
             return
         fields: Fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
         owed: Fields = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
         unseen = self._owed[0].survivors if self._owed else ()
-        reached, present = 0, self._present()
+        answered_at: list[float] = []
+        present, began = self._present(), self.clock()
         silent = {i for i in present if self.members[i].silent}
-        for asked, timeout in ((present - silent, math.inf), (silent, SILENT_CLOSE_S)):
+        for asked in (present - silent, silent):
             requests = {i: {**fields, **owed} if i in unseen else fields for i in asked}
+            took = answered_at[-1] - began if answered_at else 0.0
+            timeout = math.inf if asked is not silent else max(SILENT_CLOSE_S, 2 * took)
             if requests:
-                answers, _ = self._ask(Stage.CLOSE, requests, timeout=timeout)
-                reached += len(answers)
-        self.on_event("closed", {"sites": reached, "of": len(self.members)})
+                self._ask(Stage.CLOSE, requests, take=lambda *_: answered_at.append(self.clock()), timeout=timeout)
+        self.on_event("closed", {"sites": len(answered_at), "of": len(self.members)})
 
 
 def _closes(records: list[Fields]) -> list[RoundClose]:
