@@ -247,6 +247,10 @@ def test_an_authority_is_made_once_and_renewal_keeps_it(tmp_path: Path) -> None:
     assert (tmp_path / "co/server.crt").read_bytes() != server
     assert open_coordinator(tmp_path / "co").address == "new.example.org:8000"
     assert coordinator.fingerprint == open_coordinator(tmp_path / "co").fingerprint
+    (tmp_path / "co/ca.key").rename(tmp_path / "ca.key")  # kept elsewhere, as the threat model says
+    with pytest.raises(ConfigError, match="already"):
+        create_coordinator(tmp_path / "co", "lab", ["lab.example.org"], 8000)
+    assert main(["coordinator", "renew", str(tmp_path / "co")]) == 2
 
 
 def test_a_site_takes_only_an_authority_that_its_policy_allows(site: Site, tmp_path: Path) -> None:
