@@ -102,6 +102,8 @@ def read_status(folder: Path, now: float) -> Status:
     if not (folder / "federation.json").is_file():
         if not logs:
             raise ConfigError(f"There is no run in {folder}.", "Name the folder that lensemble run printed.")
+        if _held(folder / "flower.log"):  # lensemble run is at work and Flower has not come that far
+            return Status("running", 0, [], None, 0.0)
         return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs, False)
     run = RunFolder.open(folder)
     rounds, error = run.rounds(), run.last_error()

@@ -140,6 +140,9 @@ def test_a_run_whose_server_app_never_began(tmp_path: Path, capsys: pytest.Captu
     assert text.startswith("not started\n")
     assert f"log: {tmp_path / 'flower.log'}" in text
     assert "start it again" in text
+    with open(tmp_path / "flower.log") as handle:  # as lensemble run holds it while it is at work
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert read_status(tmp_path, 0).healthy
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
