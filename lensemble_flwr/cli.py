@@ -87,8 +87,10 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.resume is None:
         _print_preflight(config)
     elif _completed(folder):
-        print(f"The run in {folder} is complete; there is nothing to resume.")
-        return EXIT_OK
+        if arguments.superlink is None:
+            print(f"The run in {folder} is complete; there is nothing to resume.")
+            return EXIT_OK
+        print(f"The run in {folder} is complete. Sites that are connected now are told so and sent its model.")
     _make_folder(folder)
     print(f"Output: {folder}", flush=True)
     if arguments.superlink is None:
@@ -505,6 +507,12 @@ class Display:
 
     def _on_stopping(self, event: dict[str, Any]) -> None:
         self._print("Stopping after this stage (nothing that the sites paid for is lost); once more stops at once.")
+
+    def _on_restarted(self, event: dict[str, Any]) -> None:
+        self._print(
+            f"This machine is busy: Flower's process did not get to work within {event.get('seconds')} s, and Flower "
+            f"started it again (start {event.get('times')})."
+        )
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
         self._print(

@@ -47,6 +47,11 @@ _PREFIX = "lensemble-"
 _MAGIC_ADDRESSES = (":local:", ":local-in-memory:")
 _START_TIMEOUT_S = 90.0
 _LOST_AFTER_S = 4.0
+_CLAIM_S = 30
+_MOST_STARTS = 6
+"""Flower 1.42 gives its process 30 s (a constant of its source) from being started to asking for the run; then it
+starts another one beside it. On a machine that is too busy no start ever gets there, and each adds to the load."""
+_NO_HEARTBEAT = "No heartbeat received from the task"
 _NEEDED_BYTES = 256 * 2**20
 # A Unix socket's path may have 103 bytes (107 on Linux); ray appends up to 68 to its folder.
 _LONGEST_BASE = 16
@@ -616,6 +621,8 @@ class _Run:
         self._log_lines = 0  # lines of the run's own log that were passed on
         self._stop_at: float | None = None
         self._seen_simulation = False
+        self._starts: set[int] = set()  # processes that Flower started for this run before one of them spoke
+        self._spoke = False
         self._missing_since: float | None = None
         self._looked_at = 0.0
 
@@ -673,6 +680,7 @@ class _Run:
             self._log_lines += 1
         self._recent.append(line)
         event = read_event(line)
+        self._spoke |= event is not None
         self._ended |= event is not None and event.get("event") == "end"
         self._on_line(line)
 
@@ -702,7 +710,7 @@ class _Run:
             except OSError as fault:  # the ServerApp works in no folder of this machine: nobody would see it
                 raise _Interrupted from fault
             self._stop_at = now + self._grace
-            self._on_line('LENSEMBLE|{"event": "stopping"}')
+            self._on_line(_event("stopping"))
         if self._stop_at is not None and (self._signals.count > 1 or now > self._stop_at):
             raise _Interrupted
         if self._local is None or now - self._looked_at < self._LOOK_EVERY_S:
@@ -716,13 +724,27 @@ class _Run:
         """Flower itself notices a dead simulation process only after its heartbeat ran out (a minute or more)."""
         if not os.path.isdir("/proc/self"):
             return
-        alive = any(p.alive and p.command == "flwr-simulation" for p in processes.family(self._space.mark))
+        alive = {p.pid for p in processes.family(self._space.mark) if p.alive and p.command == "flwr-simulation"}
+        if alive - self._starts and not self._spoke:
+            self._count_starts(alive)
         if alive:
             self._seen_simulation, self._missing_since = True, None
         elif self._seen_simulation:
             self._missing_since = self._missing_since or now
             if now - self._missing_since > _LOST_AFTER_S:
                 raise _Lost
+
+    def _count_starts(self, alive: set[int]) -> None:
+        self._starts |= alive
+        count = len(self._starts)
+        if count > _MOST_STARTS:
+            raise LaunchError(
+                f"This machine is too busy: Flower started its process {count - 1} times, and none of them got to work "
+                f"within the {_CLAIM_S} s that Flower gives it.",
+                "End other programs or wait until they are done, then start the run again.",
+            )
+        if count > 1:
+            self._on_line(_event("restarted", times=count, seconds=_CLAIM_S))
 
     # ---- ending
 
@@ -736,6 +758,11 @@ class _Run:
             details = "[LAUNCH] The ServerApp left before its federation ended, without an error."
             return RunResult(status, details, EXIT_FAILURE, self._run_id)
         details = re.sub(r"^(Simulation|ServerApp) failed with exception: ", "", details).strip()
+        if _NO_HEARTBEAT in details:
+            details = (
+                "[LAUNCH] The run's process gave Flower no sign of life for a minute: it was killed, or the machine "
+            )
+            details += "was too busy or asleep. When that is over, continue with --resume."
         if not _CODE.search(details):
             # A failure below the ServerApp hides its reason in the log.
             told = [line for line in self._recent if _CODE.search(line) and not line.startswith("LENSEMBLE|")]
@@ -782,6 +809,11 @@ def read_event(line: str) -> dict[str, Any] | None:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             return event
     return None
+
+
+def _event(name: str, **fields: object) -> str:
+    """A line as :func:`read_event` reads it, from this command itself."""
+    return "LENSEMBLE|" + json.dumps({"event": name, **fields})
 
 
 def _plain(text: str) -> str:

@@ -6,6 +6,7 @@ Every failure ends in an error whose text starts with its code, because that is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ from flwr.supercore.logger import log
 from lensemble_flwr.config import Config, config_hash, load_config, split_overrides
 from lensemble_flwr.errors import ArtifactError, ConfigError, LensembleError
 from lensemble_flwr.federation.claim_inputs import claim_rows
-from lensemble_flwr.federation.manifest import RunManifest, new_manifest
+from lensemble_flwr.federation.manifest import RunManifest, new_manifest, read_manifest
 from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.roster import Roster, load_roster
 from lensemble_flwr.federation.run_folder import RunFolder
@@ -69,7 +70,11 @@ def _run(grid: Grid, context: Context) -> None:
     _check_runtime(config, simulation)
     with folder.lock(), log_context():  # before anything in it is touched
         folder.stop_file.unlink(missing_ok=True)  # it was for the process that ended
-        _run_in(folder, config, grid, simulation, str(context.run_config.get("revision", "")))
+        try:
+            _run_in(folder, config, grid, simulation, str(context.run_config.get("revision", "")))
+        except (LensembleError, OSError) as error:
+            folder.log("error", {"code": getattr(error, "code", ArtifactError.code), "text": str(error)})
+            raise
 
 
 def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, revision: str) -> None:
@@ -95,12 +100,14 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, rev
         sites_dir=sites,
         revision=revision,
     )
+    before = _roots_before(folder)
     manifest.write(folder.path)
 
     def on_event(name: str, fields: dict[str, Any]) -> None:
         nonlocal manifest
         if name == "joined":
-            manifest = dataclasses.replace(manifest, dataset_roots=fields["dataset_roots"])
+            roots = sorted({*before, *fields["dataset_roots"]})  # those of members that have left are in the model, too
+            manifest = dataclasses.replace(manifest, dataset_roots=roots)
             manifest.write(folder.path)
             fields = {"participants": fields["participants"]}
         if name == "round_open":
@@ -113,7 +120,6 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, rev
     try:
         SecureDiLoCo(config, task, folder, on_event, _roster(config)).start(grid)
     except LensembleError as error:
-        folder.log("error", {"code": error.code, "text": str(error)})
         _finish(manifest, folder, error.code, str(error))
         raise
     _finish(manifest, folder, "completed", "")
@@ -125,6 +131,13 @@ def _roster(config: Config) -> Roster | None:
     """Whom a pinned run lets in: the roster of the coordinator's folder, which its start script names."""
     path = os.environ.get("LENSEMBLE_ROSTER", "")
     return load_roster(Path(path)) if config.secagg.pinned and path else None
+
+
+def _roots_before(folder: RunFolder) -> list[str]:
+    """Dataset roots of those who joined before the run was resumed."""
+    with contextlib.suppress(ArtifactError):  # a first start, or a damaged file that is written anew
+        return read_manifest(folder.path).dataset_roots
+    return []
 
 
 def _finish(manifest: RunManifest, folder: RunFolder, status: str, detail: str) -> None:

@@ -284,6 +284,42 @@ def test_dead_simulation_is_noticed(stub: Stub, monkeypatch: pytest.MonkeyPatch)
     assert (result.status, result.exit_status) == ("lost", 1)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+@pytest.mark.parametrize("spoke", [False, True])
+def test_a_process_that_flower_starts_again_and_again_is_told_and_ended(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, spoke: bool
+) -> None:
+    """Each look finds one process more, as on a machine where none is ready within Flower's 30 s."""
+    pids: list[int] = []
+    family = processes.family
+
+    def fake(mark: str, *arguments: Any) -> list[processes.Process]:
+        if arguments:
+            return family(mark, *arguments)
+        pids.append(len(pids) + 1)
+        return [processes.Process(pid, 0, 1, "S", "flwr-simulation") for pid in pids]
+
+    monkeypatch.setattr(processes, "family", fake)
+    monkeypatch.setattr(launch._Run, "_LOOK_EVERY_S", 0.0)
+    if spoke:  # then the run is under way, and they are its own
+        said = 'INFO :      LENSEMBLE|{"event": "run"}'
+        result, _ = stub.run({"run": [said, *["more"] * 30, END]})
+        assert result.exit_status == 0
+        assert len(pids) > 20
+        return
+    seen: list[str] = []
+    with pytest.raises(LaunchError, match=r"too busy: Flower started its process 6 times"):
+        stub.run({"run": ["HANG"]}, on_line=seen.append)
+    told = [event for line in seen if (event := read_event(line))]
+    assert told == [{"event": "restarted", "times": n, "seconds": 30} for n in range(2, 7)]
+
+
+def test_a_run_without_a_sign_of_life_is_told_in_plain_words(stub: Stub) -> None:
+    result, _ = stub.run({"run": [], "list": [["finished:failed", "No heartbeat received from the task"]]})
+    assert result.details.startswith("[LAUNCH] The run's process gave Flower no sign of life")
+    assert result.exit_status == 1
+
+
 # ------------------------------------------------------------------------------------------------ connections
 
 

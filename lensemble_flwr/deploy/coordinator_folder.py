@@ -72,7 +72,7 @@ def create_coordinator(folder: Path, name: str, hosts: list[str], port: int) -> 
         raise ConfigError(f"{name!r} cannot name a connection.", "Use letters, digits, hyphens and underscores.")
     if not 0 < port < 65536:
         raise ConfigError(f"{port} is no port.")
-    if (folder / "ca.key").exists():
+    if any((folder / name).exists() for name in ("ca.key", "coordinator.json")):  # the key may be kept elsewhere
         raise ConfigError(
             f"There is a coordinator in {folder} already; its sites trust its authority.",
             "For new names or an expiring server certificate: lensemble coordinator renew.",

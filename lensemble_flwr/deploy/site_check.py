@@ -140,6 +140,14 @@ def in_words(policy: Policy) -> Iterator[str]:
         limits.append(f"C at most {policy.max_clip_norm:g}")
     if policy.max_inner_steps is not None:
         limits.append(f"H at most {policy.max_inner_steps}")
+    for most, what in (
+        (policy.max_rounds, "rounds"),
+        (policy.max_participants, "participants"),
+        (policy.max_weights, "weights"),
+        (policy.max_processes, "processes"),
+    ):
+        if most is not None:
+            limits.append(f"at most {most:,} {what}")
     if policy.guarantee is not None:
         limits.append(f"guarantee {policy.guarantee}")
     if policy.dataset is not None:

@@ -153,7 +153,7 @@ def _rotate(options: argparse.Namespace) -> int:
     old = rotate_node_key(site)
     print(f"Old SuperNode key: {old or 'lost'}")
     print(f"New SuperNode key: {read_node_key(site.folder / 'supernode.key')}")
-    print("The identity, the ledger and the rosters of others are as they were. The old key is overwritten.")
+    print("The identity, the ledger and the rosters of others are as they were. The old key is deleted.")
     print(f"1. Give to the coordinator: {site.folder / 'card.json'}")
     print("   It runs lensemble coordinator admit and register, and flwr supernode unregister for the old key,")
     print("   which counts until then.")

@@ -11,21 +11,30 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from lensemble_flwr.config import load_config
 from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError, LaunchError
 from lensemble_flwr.federation.manifest import read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder
 
+LOGS = ("coordinator.log", "flower.log")
+NOT_STARTED = "not started"
+
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands. ``state``: running, interrupted (nobody works on it), completed, or an error's code."""
+    """How a run stands. ``state``: running, interrupted (nobody works on it), completed, not started, or an error's
+    code."""
 
     state: str
     planned: int
     rounds: list[dict[str, Any]]
     target_epsilon: float | None
     age_s: float
+    error: str = ""
+    """What ended it, with what to do: the coordinator's own text, which holds public values only."""
+    logs: tuple[Path, ...] = ()
+    resumable: bool = True
 
     @property
     def healthy(self) -> bool:
@@ -53,7 +62,7 @@ class Status:
 
     def text(self, now: datetime) -> str:
         """What a person reads."""
-        lines = [f"{self.state}: {len(self.rounds)} of {self.planned} rounds"]
+        lines = [f"{self.state}: {len(self.rounds)} of {self.planned} rounds" if self.planned else self.state]
         if self.rounds:
             last = self.rounds[-1]
             lines.append(
@@ -72,8 +81,14 @@ class Status:
             lines.append(f"seconds of a round: {stages}")
         if self.seconds_left is not None:
             lines.append(f"expected end: {now + timedelta(seconds=self.seconds_left):%Y-%m-%d %H:%M:%S}")
-        if self.state == "interrupted":
-            lines.append("nobody works on it: lensemble run --resume continues it")
+        if self.healthy:
+            return "\n".join(lines)
+        if self.error:
+            lines.append(f"why: {self.error}")
+        lines += [f"log: {path}" for path in self.logs]
+        why = "nobody works on it" if self.state == "interrupted" else "then"
+        again = "lensemble run --resume continues it" if self.resumable else "start it again: it has no round to resume"
+        lines.append(f"{why}: {again}")
         return "\n".join(lines)
 
 
@@ -81,19 +96,31 @@ def read_status(folder: Path, now: float) -> Status:
     """How the run in ``folder`` stands.
 
     Raises:
-        ConfigError: there is no run. ArtifactError: a file of it is damaged.
+        ConfigError: there is no run, or its overrides are no longer understood. ArtifactError: a file is damaged.
     """
-    if not (folder / "manifest.json").exists():
-        raise ConfigError(f"There is no run in {folder}.", "Name the folder that lensemble run printed.")
-    manifest = read_manifest(folder)
-    rounds = RunFolder.open(folder).rounds()
-    state = manifest.status
+    logs = tuple(path for name in LOGS if (path := folder / name).is_file())
+    if not (folder / "federation.json").is_file():
+        if not logs:
+            raise ConfigError(f"There is no run in {folder}.", "Name the folder that lensemble run printed.")
+        if _held(folder / "flower.log"):  # lensemble run is at work and Flower has not come that far
+            return Status("running", 0, [], None, 0.0)
+        return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs, False)
+    run = RunFolder.open(folder)
+    rounds, error = run.rounds(), run.last_error()
+    if (folder / "manifest.json").exists():
+        manifest = read_manifest(folder)
+        state, config = manifest.status, manifest.config
+        planned, target = int(config["diloco"]["rounds"]), config["privacy"]["target_epsilon"]
+        error = {"code": state, "text": manifest.detail} if manifest.detail else error
+    else:  # it ended, or is still at work, before there was one
+        composed = load_config(run.federation["overrides"])
+        state, planned, target = "running", composed.diloco.rounds, composed.privacy.target_epsilon
     if state == "running" and _held(folder / "state" / "lock") is False:
-        state = "interrupted"
+        state = error["code"] if error and not (folder / "manifest.json").exists() else "interrupted"
     path = folder / "rounds.jsonl"
     age = now - path.stat().st_mtime if path.is_file() else 0.0
-    target = manifest.config["privacy"]["target_epsilon"]
-    return Status(state, int(manifest.config["diloco"]["rounds"]), rounds, target, max(0.0, age))
+    text = error["text"] if error and error["code"] == state else ""
+    return Status(state, planned, rounds, target, max(0.0, age), text, logs)
 
 
 def _held(lock: Path) -> bool | None:
@@ -114,7 +141,9 @@ def _epsilon(value: Any) -> str:
 
 
 def _newest() -> Path:
-    runs = sorted(Path("outputs").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    names = ("manifest.json", "federation.json", *LOGS)
+    files = (path for name in names for path in Path("outputs").glob(f"*/{name}"))
+    runs = sorted(files, key=lambda path: path.stat().st_mtime)
     if not runs:
         raise ConfigError("There is no run below outputs/.", "Name a run's folder.")
     return runs[-1].parent
@@ -150,6 +179,7 @@ def status_command(argv: Sequence[str]) -> int:
                     "planned": status.planned,
                     "seconds_left": status.seconds_left,
                     "stage_seconds": status.stage_seconds,
+                    "error": status.error or None,
                     "seconds_since_last_round": round(status.age_s),
                     "epsilon_central": last.get("epsilon_central"),
                     "epsilon_local": last.get("epsilon_local"),

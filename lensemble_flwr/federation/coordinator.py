@@ -64,7 +64,7 @@ from lensemble_flwr.federation.wire import (
     Stage,
     keys_bytes,
 )
-from lensemble_flwr.secagg import RingParams, ServerSession, from_wire, signature_holds
+from lensemble_flwr.secagg import RingParams, ServerSession, from_wire, least_vouchers, signature_holds
 from lensemble_flwr.secagg.keystream import cores
 
 MAX_ATTEMPTS = 3
@@ -73,6 +73,8 @@ LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
 """A node that did not join is asked again after this long, doubled each time."""
 LATE_JOIN_S = 30.0
 """How long newcomers may keep a running federation waiting."""
+SILENT_CLOSE_S = 30.0
+"""How long the end of a run waits at least for members that did not answer what they were last asked."""
 
 _PART = 1 << 20  # coordinates that are widened at a time
 
@@ -119,9 +121,10 @@ class Member:
     identity: bytes
     node: int
     dataset_root: bytes
-    exhausted: bool = False
     missed: bool = False
     """Whether a round was opened without it since it was last connected; a newcomer may then take its place."""
+    silent: bool = False
+    """Whether it left the last message to it unanswered."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,12 @@ class Coordinator:
     _index: int | None = None
     _strangers: dict[int, _Stranger] = field(default_factory=dict)
     _join_refusals: dict[int, str] = field(default_factory=dict)
+    _exhausted: set[bytes] = field(default_factory=set)
+    """Identities whose budget was found spent, members or not: who leaves and comes back is not asked again."""
     _owed: tuple[SumOpening, np.ndarray] | None = None
     """Where participants verify sums: what those in the last committed one are sent of it, and the packed sum."""
     _vouching: set[bytes] = field(default_factory=set)
-    """Members that hold the model that the round under way begins with."""
+    """Members that are known to hold the model that the round under way begins with."""
     _early: tuple[bytes, dict[bytes, bytes]] | None = None
     """(what they are signed for, KEYS messages by identity) that came with the last replies of the round before."""
 
@@ -204,7 +209,8 @@ class Coordinator:
         if index:
             self.on_event("resumed", {"rounds": index})
         try:
-            self._join()
+            done = index >= self.config.diloco.rounds  # then only those who missed the end have to hear of it
+            self._join(0 if done else self.config.federation.min_participants)
             roots = sorted(m.dataset_root.hex() for m in self.members.values())
             self.on_event("joined", {"participants": len(roots), "dataset_roots": roots})
             burnt = 0
@@ -333,8 +339,8 @@ class Coordinator:
 
     # ------------------------------------------------------------------ who is there
 
-    def _join(self) -> None:
-        """Wait for the participants; at least ``min_participants`` within ``join_timeout_s``."""
+    def _join(self, least: int) -> None:
+        """Wait for the participants; at least ``least`` within ``join_timeout_s``."""
         federation = self.config.federation
         # A simulation has all its nodes from the start; waiting longer would only hide a wrong number of SuperNodes.
         patience = 5.0 if self.transport.simulation else federation.join_timeout_s
@@ -345,7 +351,7 @@ class Coordinator:
             have = len(self.members)
             self.on_event("progress", {"what": "joined", "done": have, "total": federation.participants})
             now = self.clock()  # once: between two readings the deadline could pass, and enough would be too few
-            if have >= federation.participants or (now >= deadline and have >= federation.min_participants):
+            if have >= federation.participants or (now >= deadline and have >= least):
                 return
             if now >= deadline:
                 raise self._too_few(have, now - began)
@@ -433,8 +439,7 @@ class Coordinator:
             return joined.identity, "IDENTITY_IN_USE"
         if member is not None and member.dataset_root != joined.dataset_root:
             return joined.identity, "DATASET_ROOT"
-        exhausted = member.exhausted if member is not None else False
-        self.members[joined.identity] = Member(joined.identity, node, joined.dataset_root, exhausted)
+        self.members[joined.identity] = Member(joined.identity, node, joined.dataset_root)
         return joined.identity, None
 
     def _exchange(
@@ -458,16 +463,20 @@ class Coordinator:
         requests: Mapping[bytes, Fields],
         max_bytes: int = 0,
         take: Callable[[bytes, Reply], None] | None = None,
+        timeout: float = math.inf,
     ) -> tuple[dict[bytes, Reply], dict[bytes, Refusal]]:
         """One exchange by identity: (answers, refusals). Who is in neither did not answer.
 
-        With ``take`` every answer is handed over as it comes and not kept.
+        With ``take`` every answer is handed over as it comes and not kept. ``timeout`` may be shorter than the run's.
         """
         by_node = {self.members[i].node: i for i in requests if i in self.members}
         sent = {node: requests[i] for node, i in by_node.items()}
         answers: dict[bytes, Reply] = {}
         refusals: dict[bytes, Refusal] = {}
-        for node, reply in self._exchange(stage, sent, self.config.federation.timeout_s, max_bytes):
+        for identity in by_node.values():
+            self.members[identity].silent = True
+        for node, reply in self._exchange(stage, sent, min(timeout, self.config.federation.timeout_s), max_bytes):
+            self.members[by_node[node]].silent = False
             if reply.refusal is None and take is not None:
                 take(by_node[node], reply)
                 del reply  # before the next one is read
@@ -494,7 +503,20 @@ class Coordinator:
 
     def _able(self) -> set[bytes]:
         """Members that have budget left, as far as they said."""
-        return {i for i, m in self.members.items() if not m.exhausted}
+        return set(self.members) - self._exhausted
+
+    def _vouchers(self, there: set[bytes], n: int) -> tuple[int, int] | None:
+        """(how many of them hold the model by their own check, how many it takes), if that is too few for the others.
+
+        Only where members verify sums. Those who were in the last committed sum can check it; a model that too few
+        vouch for is not trained by anybody else, so a round of n with them could only fail. Before the first sum
+        everybody holds the pinned start.
+        """
+        if self._owed is None:
+            return None
+        holding = there & (set(self._owed[0].survivors) | self._vouching)
+        needed = least_vouchers(n, self.config.secagg.assumed_colluders)
+        return None if holding == there or len(holding) >= needed else (len(holding), needed)
 
     def _quorum(self, index: int, opened: RoundOpen | None) -> bool:
         """Wait until enough are connected for a round, newcomers included; nobody is asked anything before.
@@ -507,7 +529,8 @@ class Coordinator:
             False: the round cannot go on without those who left, but another one could.
 
         Raises:
-            FaultToleranceExceeded: too few within ``join_timeout_s``; the round stays as it is and can be resumed.
+            FaultToleranceExceeded: too few within ``join_timeout_s``, or too few that can vouch for the model to the
+                others; the round stays as it is and can be resumed.
             PrivacyBudgetExceeded: too few members have budget left.
         """
         federation = self.config.federation
@@ -520,7 +543,8 @@ class Coordinator:
             if opened is None and len(able) < min(len(self.members), federation.min_participants):
                 raise self._budget_error(index)
             there = present & (able if opened is None else set(opened.roster))
-            if len(there) >= least:
+            few = self._vouchers(there, len(there) if opened is None else len(opened.roster))
+            if len(there) >= least and few is None:
                 return True
             now = self.clock()
             if now - began >= patience:
@@ -528,8 +552,20 @@ class Coordinator:
             self.on_event("progress", {"what": "waiting for participants", "done": len(there), "total": least})
             self.sleep(min(1.0, began + patience - now))
             self._refresh()
-        if opened is not None and len(present & able) >= federation.min_participants:
-            return False
+        others = present & able
+        if opened is not None and len(others) >= federation.min_participants:
+            if self._vouchers(others, len(others)) is None:
+                return False
+        if len(there) >= least and few is not None:
+            raise FaultToleranceExceeded(
+                f"{len(there)} participants are there for round {index} after {now - began:.0f} s, but only {few[0]} "
+                f"of them can check the model that it begins with; {few[1]} must vouch for it to the others "
+                "(secagg.verify_sum).",
+                "Bring participants back that were in the last committed sum, then resume the run. If they are gone "
+                "for good, start a new one from its model.",
+                present=few[0],
+                minimum=few[1],
+            )
         raise FaultToleranceExceeded(
             f"{len(there)} participants are there for round {index} after {now - began:.0f} s; {least} are needed.",
             "Bring participants back, then resume the run.",
@@ -548,7 +584,8 @@ class Coordinator:
         if opened is not None:
             return opened
         roster: tuple[bytes, ...] = ()
-        while len(roster) < self.config.federation.min_participants:  # who was there may have left again
+        least = self.config.federation.min_participants
+        while len(roster) < least or self._vouchers(set(roster), len(roster)):  # who was there may have left again
             self._quorum(index, None)
             roster = tuple(sorted(self._present() & self._able()))
         for identity, member in self.members.items():
@@ -567,6 +604,7 @@ class Coordinator:
         opened = self._open(checkpoint)
         started, self._traffic, self._index = self.clock(), Traffic(), opened.round
         self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
+        cause = ""
         for _ in range(MAX_ATTEMPTS):
             if not self._quorum(opened.round, opened):
                 return Outcome.BURNT, self._burn(checkpoint, opened, "too many of its roster left for good")
@@ -574,7 +612,8 @@ class Coordinator:
             try:
                 stored = self._attempt(checkpoint, opened, attempt, last)
             except _Void as void:
-                self.on_event("void", {"round": opened.round, "attempt": attempt, "cause": str(void)})
+                cause = str(void)
+                self.on_event("void", {"round": opened.round, "attempt": attempt, "cause": cause})
                 self._refresh()
                 continue
             except SecureAggregationError as error:
@@ -584,7 +623,8 @@ class Coordinator:
         self._burn(checkpoint, opened, f"{MAX_ATTEMPTS} attempts were void")
         raise SecureAggregationError(
             f"Round {opened.round}: too few participants stayed through {MAX_ATTEMPTS} attempts "
-            f"(at least {max(opened.threshold, opened.min_survivors)} of {len(opened.roster)} are needed).",
+            f"(at least {max(opened.threshold, opened.min_survivors)} of {len(opened.roster)} are needed; the last: "
+            f"{cause}).",
             "Bring participants back, then resume the run.",
             cause="below_threshold",
             round=opened.round,
@@ -636,7 +676,8 @@ class Coordinator:
             roster_keys = session.roster_keys()
             answers, _ = self._ask(Stage.SHARE, {i: {BODY: roster_keys} for i in session.u1})
         take(session.add_shares, {i: r.body for i, r in answers.items()})
-        enough(session.u2, "shares")
+        vouched = f" ({len(session.vouching)} vouched for the model)" if opened.verify_sum else ""
+        enough(session.u2, f"shares{vouched}")
 
         theta = self._theta(checkpoint)
         holds = session.vouching
@@ -665,6 +706,7 @@ class Coordinator:
         # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
         # Vectors are added as they come, in any order: the sum is the same, and only one of them is ever held.
         self._ask(Stage.TRAIN, requests, ring.wire_bytes, add_masked)
+        self._vouching |= set(session.u3)  # who could not check has taken the model now, on the others' word
         enough(session.u3, "masked updates")
 
         question = session.survivors()
@@ -735,8 +777,7 @@ class Coordinator:
         spent = [i for i, code in refusals.items() if code == Refusal.BUDGET]
         if not spent:
             return
-        for identity in spent:
-            self.members[identity].exhausted = True
+        self._exhausted.update(spent)
         if self.config.privacy.on_exhausted == "stop":
             raise self._budget_error(opened.round)
 
@@ -835,14 +876,28 @@ class Coordinator:
         return close
 
     def _close_all(self, checkpoint: Checkpoint, last: RoundClose | None) -> None:
-        """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing."""
+        """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing.
+
+        A run that ends because sites are away does not wait for the same sites again: those that are not connected are
+        not asked, and those that were silent are given :data:`SILENT_CLOSE_S`, or twice what the others took, after
+        the others. Who misses the close settles its round when it is in the next one, or when the run is resumed, even
+        after its last round.
+        """
         if last is None or not self.members:
             return
         fields: Fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
         owed: Fields = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
         unseen = self._owed[0].survivors if self._owed else ()
-        answers, _ = self._ask(Stage.CLOSE, {i: {**fields, **owed} if i in unseen else fields for i in self.members})
-        self.on_event("closed", {"sites": len(answers), "of": len(self.members)})
+        answered_at: list[float] = []
+        present, began = self._present(), self.clock()
+        silent = {i for i in present if self.members[i].silent}
+        for asked in (present - silent, silent):
+            requests = {i: {**fields, **owed} if i in unseen else fields for i in asked}
+            took = answered_at[-1] - began if answered_at else 0.0
+            timeout = math.inf if asked is not silent else max(SILENT_CLOSE_S, 2 * took)
+            if requests:
+                self._ask(Stage.CLOSE, requests, take=lambda *_: answered_at.append(self.clock()), timeout=timeout)
+        self.on_event("closed", {"sites": len(answered_at), "of": len(self.members)})
 
 
 def _closes(records: list[Fields]) -> list[RoundClose]:

@@ -53,6 +53,8 @@ RULES = {
     "max_participants": "Most participants that a run may plan. null: any number.",
     "max_weights": "Most weights of a run's model, judged before anything of it is built. null: any number. (Of a\n"
     "task of one's own only the vector of a round is judged: what its options make it build is up to its code.)",
+    "max_processes": "Most processes that a run may start here to share its batches (inner.parallel), each with one\n"
+    "more copy of the model. null: any number. (What a task of one's own starts is up to its code.)",
     "min_roster": "Fewest participants in a federation.",
     "guarantee": "The guarantee that a run's noise must be sized for: local, central, or null for either.",
     "ring_bits": "Sizes of the ring that are accepted.",
@@ -102,6 +104,7 @@ class Policy:
     max_rounds: int | None = 10_000
     max_participants: int | None = 1024
     max_weights: int | None = 1_000_000_000
+    max_processes: int | None = 4
     min_roster: int = 3
     guarantee: str | None = None
     ring_bits: tuple[int, ...] = (16, 24, 32)
@@ -257,6 +260,12 @@ class Policy:
                 f"it plans {config.federation.participants} participants",
             ),
             ("max_weights", self.max_weights, config.weights, f"its model has about {config.weights:,} weights"),
+            (
+                "max_processes",
+                self.max_processes,
+                config.inner.parallel,
+                f"it starts {config.inner.parallel} processes",
+            ),
         )
         for rule, most, value, text in planned:
             if most is not None and value > most:
@@ -357,6 +366,7 @@ def simulated_policy(config: Config) -> Policy:
         max_rounds=None,
         max_participants=None,
         max_weights=None,
+        max_processes=None,
         min_roster=2 if config.secagg.allow_two_party else 3,
     )
 

@@ -198,6 +198,18 @@ class RunFolder:
         with contextlib.suppress(OSError), open(self.path / "coordinator.log", "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
+    def last_error(self) -> dict[str, str] | None:
+        """The last error in ``coordinator.log``, {"code", "text"}, unless the run was taken up again since."""
+        with contextlib.suppress(OSError):
+            for line in reversed((self.path / "coordinator.log").read_text("utf-8", "replace").splitlines()):
+                with contextlib.suppress(ValueError, AttributeError):
+                    event = json.loads(line)
+                    if event.get("event") == "error":
+                        return {name: str(event.get(name, "")) for name in ("code", "text")}
+                    if event.get("event") == "run":
+                        return None
+        return None
+
     def write_start(
         self, metrics: dict[str, float | None], headline: str, labels: dict[str, dict[str, Any]] | None = None
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lensemble_flwr.secagg.client import keys_ahead
+from lensemble_flwr.secagg.params import least_vouchers
 from lensemble_flwr.secagg.ring import MAX_ROSTER, RingParams, center, decode, encode, from_wire, quantize, to_wire
 from lensemble_flwr.secagg.session import ClientSession, ServerSession, SessionParams, default_threshold
 from lensemble_flwr.secagg.signing import signature_holds
@@ -22,6 +23,7 @@ __all__ = [
     "encode",
     "from_wire",
     "keys_ahead",
+    "least_vouchers",
     "message_size",
     "quantize",
     "signature_holds",

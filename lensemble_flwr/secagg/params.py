@@ -17,6 +17,11 @@ def default_threshold(n: int, k: int) -> int:
     return min(max(2 * n // 3, (n + k) // 2) + 1, n)
 
 
+def least_vouchers(n: int, k: int) -> int:
+    """Others that must vouch for the model of a verified round of n before one that cannot check it goes on."""
+    return min(k + 1, n - 1)
+
+
 def _refuse(message: str, remediation: str = "") -> SecureAggregationError:
     return SecureAggregationError(message, remediation, cause="policy_violation")
 
@@ -135,7 +140,7 @@ class SessionParams:
     @property
     def vouchers(self) -> int:
         """How many others must vouch for the model before one that cannot check it itself goes on: k may lie."""
-        return min(self.colluders + 1, self.n - 1)
+        return least_vouchers(self.n, self.colluders)
 
     @property
     def keys_signed_for(self) -> bytes:

@@ -189,10 +189,10 @@ def test_flower_still_has_the_tolerance_that_the_check_names() -> None:
 
 
 def test_what_a_run_would_be_refused_for_is_all_named(connected: Site) -> None:
-    policy = dataclasses.replace(POLICY, max_inner_steps=1, max_clip_norm=0.1, dataset="gripper")
+    policy = dataclasses.replace(POLICY, max_inner_steps=1, max_clip_norm=0.1, max_processes=0, dataset="gripper")
     save_policy(connected.folder / "policy.yaml", policy)
     text = check_site(connected.folder, load_config("experiment=linear"), online=False).text()
-    for rule in ("max_inner_steps", "max_clip_norm", "dataset"):
+    for rule in ("max_inner_steps", "max_clip_norm", "max_processes", "dataset"):
         assert f"rule {rule} forbids" in text
 
 
@@ -247,6 +247,10 @@ def test_an_authority_is_made_once_and_renewal_keeps_it(tmp_path: Path) -> None:
     assert (tmp_path / "co/server.crt").read_bytes() != server
     assert open_coordinator(tmp_path / "co").address == "new.example.org:8000"
     assert coordinator.fingerprint == open_coordinator(tmp_path / "co").fingerprint
+    (tmp_path / "co/ca.key").rename(tmp_path / "ca.key")  # kept elsewhere, as the threat model says
+    with pytest.raises(ConfigError, match="already"):
+        create_coordinator(tmp_path / "co", "lab", ["lab.example.org"], 8000)
+    assert main(["coordinator", "renew", str(tmp_path / "co")]) == 2
 
 
 def test_a_site_takes_only_an_authority_that_its_policy_allows(site: Site, tmp_path: Path) -> None:

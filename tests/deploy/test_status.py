@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from lensemble_flwr.cli import main
-from lensemble_flwr.config import config_hash
+from lensemble_flwr.config import config_hash, load_config
 from lensemble_flwr.deploy.coordinator_folder import create_coordinator
 from lensemble_flwr.deploy.status import read_status
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import new_manifest
 from lensemble_flwr.federation.plan import make_plan
+from lensemble_flwr.federation.run_folder import RunFolder
 from tests.federation.harness import Federation
 
 
@@ -52,9 +53,9 @@ def write_manifest(federation: Federation, status: str) -> None:
     dataclasses.replace(manifest, status=status).write(federation.folder.path)
 
 
-def set_status(run: Path, status: str) -> None:
+def set_status(run: Path, status: str, **more: str) -> None:
     tree: dict[str, Any] = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps({**tree, "status": status}))
+    (run / "manifest.json").write_text(json.dumps({**tree, "status": status, **more}))
 
 
 def test_a_completed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +101,48 @@ def test_seconds_by_stage(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "unmask 3.5, between 0.5" in capsys.readouterr().out
     assert main(["status", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stage_seconds"] == {**dict.fromkeys(stages, 3.5), "between": 0.5}
+
+
+def test_a_run_that_ended_with_an_error_says_why_and_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_status(run, "ROUND", detail="[ROUND] 3 participants refused to join (POLICY) and 0 joined. Their logs say why.")
+    (run / "rounds.jsonl").unlink()
+    (run / "coordinator.log").write_text("")
+    assert main(["status", str(run)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("ROUND: 0 of 3 rounds\nwhy: [ROUND] 3 participants refused to join (POLICY)")
+    assert f"log: {run / 'coordinator.log'}" in text
+    assert "lensemble run --resume" in text
+    assert main(["status", str(run), "--json"]) == 1
+    assert "refused to join" in json.loads(capsys.readouterr().out)["error"]
+    set_status(run, "completed", detail="")
+    assert main(["status", str(run)]) == 0
+    assert "why:" not in capsys.readouterr().out
+
+
+def test_a_run_that_failed_before_it_had_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config("experiment=linear")
+    folder = RunFolder.create(tmp_path / "run", config_hash(config), config.overrides)
+    with folder.lock():
+        assert read_status(folder.path, 0).state == "running"
+    folder.log("run", {})
+    assert read_status(folder.path, 0).state == "interrupted"
+    folder.log("error", {"code": "DATA", "text": "[DATA] The public probe is missing. Fetch it."})
+    assert main(["status", str(folder.path)]) == 1
+    assert "DATA: 0 of 3 rounds\nwhy: [DATA] The public probe is missing. Fetch it." in capsys.readouterr().out
+    folder.log("run", {})  # taken up again: that error is past
+    assert read_status(folder.path, 0).error == ""
+
+
+def test_a_run_whose_server_app_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "flower.log").write_text("flwr run: no space left\n")
+    assert main(["status", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("not started\n")
+    assert f"log: {tmp_path / 'flower.log'}" in text
+    assert "start it again" in text
+    with open(tmp_path / "flower.log") as handle:  # as lensemble run holds it while it is at work
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert read_status(tmp_path, 0).healthy
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lensemble_flwr.errors import FaultToleranceExceeded, RunStopped
-from lensemble_flwr.federation.policy import simulated_policy
+from lensemble_flwr.errors import FaultToleranceExceeded, RunStopped, SecureAggregationError
+from lensemble_flwr.federation.coordinator import SILENT_CLOSE_S
+from lensemble_flwr.federation.policy import save_policy, simulated_policy
 from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.wire import Refusal, Stage
+from lensemble_flwr.privacy import gaussian
 from tests.federation.harness import Federation, Killed, Node
 
 NODE = 103
@@ -155,6 +158,33 @@ def test_a_newcomer_takes_the_place_of_one_that_left_for_ever(tmp_path: Path) ->
     assert all(r["outcome"] == "committed" for r in federation.rounds())
 
 
+def test_one_whose_budget_is_spent_is_not_asked_again_when_it_comes_back(tmp_path: Path) -> None:
+    """Nor when a newcomer had its place meanwhile: the mark is its identity's, not its place's."""
+    base = "privacy=local privacy.noise_multiplier=4 privacy.target_epsilon=50 privacy.on_exhausted=leave"
+    federation = Elastic(tmp_path, f"{base} diloco.rounds=10")
+    site = federation.transport.members[NODE].site
+    once = gaussian.epsilon(math.sqrt(1.5) / 4, 1e-5)
+    save_policy(site.folder / "policy.json", dataclasses.replace(site.policy, max_epsilon_local=once))
+
+    def replace() -> None:
+        federation.leave(NODE)
+        newcomer(federation)
+
+    federation.at_end_of = {
+        2: replace,
+        3: lambda: (federation.leave(200), federation.come(NODE, memory=False)),
+    }
+    federation.start()
+    asked = [
+        RoundOpen.decode(f["body"]).round for s, n, f, _ in federation.transport.log if (s, n) == (Stage.OPEN, NODE)
+    ]
+    assert asked == [0, 1]  # it took part once and refused once
+    assert [r["roster"] for r in federation.rounds()] == [4, 4, 3, 4, *[3] * 6]
+    joined = [r for s, n, _, r in federation.transport.log if (s, n) == (Stage.JOIN, NODE)]
+    assert len(joined) > 2  # it asked for its place until it had it again: it is sent the final model
+    assert list((site.folder / "models").iterdir())
+
+
 def test_a_lost_quorum_waits_then_ends_and_resume_goes_on(tmp_path: Path) -> None:
     federation = Elastic(tmp_path, "diloco.rounds=3 federation.join_timeout_s=4")
     federation.at_end_of = {0: lambda: federation.leave(102, NODE)}
@@ -250,3 +280,87 @@ def test_a_stop_after_the_question_waits_for_the_end_of_the_round(tmp_path: Path
     with pytest.raises(RunStopped):
         federation.start(stop_asked=lambda: any(name == "asked" for name, _ in federation.events))
     assert federation.in_sum() == [("committed", 4, 4)]
+
+
+def closes(federation: Elastic, stage: str = Stage.CLOSE) -> list[tuple[set[int], float]]:
+    """(nodes, time-out) of every exchange of this kind, from now on."""
+    found: list[tuple[set[int], float]] = []
+    inner = federation.transport.exchange
+
+    def exchange(kind: str, requests: Any, timeout: float, max_bytes: int = 0) -> Any:
+        if kind == stage:
+            found.append((set(requests), timeout))
+        return inner(kind, requests, timeout, max_bytes)
+
+    federation.transport.exchange = exchange  # type: ignore[method-assign]
+    return found
+
+
+def test_an_end_does_not_wait_again_for_those_that_were_silent(tmp_path: Path) -> None:
+    """One is silent until its rounds are void: the close waits the full time for the others only, and loses nothing."""
+    four = "federation.min_participants=4 secagg.min_survivors=4"
+    federation = Elastic(tmp_path, f"diloco.rounds=2 federation.timeout_s=600 {four}")
+    asked = closes(federation)
+    federation.transport.before = lambda stage, node, fields: not (node == NODE and federation.rounds()) and None
+    with pytest.raises(SecureAggregationError, match="the last: 3 of 4 left after keys"):
+        federation.start()
+    assert asked == [({100, 101, 102}, 600.0), ({NODE}, SILENT_CLOSE_S)]
+    assert federation.events[-1] == ("closed", {"sites": 3, "of": 4})
+    assert states(federation) == {100: ["closed"], 101: ["closed"], 102: ["closed"], NODE: ["encoded"]}
+    federation.transport.before = lambda stage, node, fields: None
+    federation.resume()
+    assert states(federation) == {node: ["closed"] for node in (100, 101, 102, NODE)}
+    for node in federation.transport.members.values():
+        (model,) = (node.site.folder / "models").iterdir()
+        assert theta_hash(federation.task.layout, np.fromfile(model, "<f4")).hex() == last_hash(federation)
+
+
+def test_an_end_asks_nobody_that_is_not_connected(tmp_path: Path) -> None:
+    """Two go after they have trained; the round stays open at all four, and the resumed run closes it at all four."""
+    federation = Elastic(tmp_path, "diloco.rounds=2 federation.join_timeout_s=4")
+    asked, trained = closes(federation), []
+
+    def after(stage: str, node: int, reply: Any) -> Any:
+        if stage == Stage.TRAIN and federation.rounds():
+            trained.append(node)
+            if len(trained) == 4:
+                federation.leave(102, NODE)
+        return reply if node < 102 or not trained else None
+
+    federation.transport.after = after
+    with pytest.raises(FaultToleranceExceeded):
+        federation.start()
+    assert asked == [({100, 101}, 5.0)]
+    federation.come(102, NODE, memory=False)
+    federation.transport.after = lambda stage, node, reply: reply
+    federation.resume()
+    assert asked[1:] == [({100, 101, 102, NODE}, 5.0)]
+    assert states(federation) == {node: ["closed", "closed"] for node in (100, 101, 102, NODE)}
+
+
+def test_one_that_missed_the_end_of_a_completed_run_is_told_later(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2 federation.join_timeout_s=4")
+    federation.transport.before = lambda stage, node, fields: not (node == NODE and stage == Stage.CLOSE) and None
+    federation.start()
+    assert states(federation)[NODE] == ["closed", "encoded"]
+    federation.transport.before = lambda stage, node, fields: None
+    federation.leave(100, 101)  # it takes no quorum
+    federation.resume()
+    assert federation.in_sum() == [("committed", 4, 4)] * 2
+    assert states(federation)[NODE] == ["closed", "closed"]
+    (model,) = (federation.transport.members[NODE].site.folder / "models").iterdir()
+    assert theta_hash(federation.task.layout, np.fromfile(model, "<f4")).hex() == last_hash(federation)
+
+
+def states(federation: Elastic) -> dict[int, list[str | None]]:
+    """What each site's ledger says of its rounds."""
+    assert federation.folder is not None
+    fid, found = federation.folder.federation_id, {}
+    for number, node in sorted(federation.transport.members.items()):
+        with node.site.ledger() as ledger:
+            found[number] = [ledger.state(fid, index).state for index in sorted(ledger.rounds(fid))]
+    return found
+
+
+def last_hash(federation: Elastic) -> str:
+    return str(federation.rounds()[-1]["theta_hash"])

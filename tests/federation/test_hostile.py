@@ -34,6 +34,8 @@ HUGE = [
     ("max_weights", "model.image_size=65536 model.patch=1 model.width=1024"),
     ("max_weights", "model.predictor_width=65536 model.predictor_depth=1024"),
     ("max_weights", "model.latent_dim=65536"),
+    ("max_processes", "inner.parallel=64"),
+    ("max_processes", "inner.parallel=5"),
     ("allow_sampling", "privacy.sample_rate=0.01 diloco.rounds=9000"),
 ]
 

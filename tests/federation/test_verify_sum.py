@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lensemble_flwr.errors import LensembleError, RoundError, SecureAggregationError
+from lensemble_flwr.errors import FaultToleranceExceeded, LensembleError, RoundError, SecureAggregationError
 from lensemble_flwr.federation import coordinator as coordinator_module
 from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.outer import checked_step, outer_step
-from lensemble_flwr.federation.policy import Policy
+from lensemble_flwr.federation.policy import Policy, simulated_policy
 from lensemble_flwr.federation.records import Outcome, PendingSum, RoundClose, RoundOpen, SumOpening
 from lensemble_flwr.federation.run_folder import StoredSum
+from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.summed import advance, momentum_hash, pack_state, pack_sum, sum_reader, unpack_state
 from lensemble_flwr.federation.task import sketch_seed, theta_hash
 from lensemble_flwr.federation.wire import BODY, CLOSES, ENVELOPES, OPENING, VECTOR, Refusal, Stage
@@ -583,6 +584,41 @@ def test_a_newcomer_joins_on_the_others_word(tmp_path: Path) -> None:
     run.start()
     assert [r["participants"] for r in run.rounds()] == [4, 5, 5]
     assert events(late).count("sum_verified") == 2
+
+
+@pytest.mark.parametrize("old", [1, 2])
+def test_too_few_old_members_end_the_run_before_anybody_is_asked(tmp_path: Path, old: int) -> None:
+    """k + 1 = 2 of those in the last sum vouch to the newcomers; with one alone the round could only fail."""
+    numbers = "federation.participants=6 federation.min_participants=3 secagg.min_survivors=3 diloco.rounds=2"
+    run = federation(tmp_path, f"{numbers} federation.join_timeout_s=4")
+    for number in (104, 105):
+        del run.transport.members[number]
+    gone: dict[int, Node] = {}
+
+    def replace(name: str, fields: dict[str, Any]) -> None:
+        if name != "round" or gone:
+            return
+        for number in list(run.transport.members)[old:]:
+            gone[number] = run.transport.members.pop(number)
+        for number in (200, 201):
+            site = Site.create(run.sites / f"site-{number}", simulated_policy(run.config))
+            run.transport.members[number] = Node(site, number)
+
+    run.on_event = replace
+    if old == 2:
+        run.start()
+        assert [(r["participants"], r["roster"]) for r in run.rounds()] == [(4, 4), (4, 4)]
+        return
+    with pytest.raises(FaultToleranceExceeded, match=r"only 1 of them can check the model .* 2 must vouch"):
+        run.start()
+    assert [r["outcome"] for r in run.rounds()] == ["committed"]
+    assert trained(run) == [1, 0, 0]
+    assert not [f for s, n, f, _ in run.transport.log if s == Stage.OPEN and RoundOpen.decode(f[BODY]).round == 1]
+    for number in list(gone)[:1]:
+        run.transport.members[number] = gone[number]
+    run.resume()
+    assert [r["outcome"] for r in run.rounds()] == ["committed"] * 2
+    assert trained(run) == [2, 1, 1, 2]
 
 
 @pytest.mark.parametrize("what", ["theta", "momentum", "size", "nothing"])
