@@ -1,9 +1,9 @@
 """The step sizes of the local steps over a whole run: linear warm-up, then constant or a cosine.
 
-DiLoCo (Douillard et al. 2023, section 3) trains its inner AdamW with a warm-up and a cosine decay that run through all
-rounds. A step's place in the run is public: a round that is to become outer step t holds the local steps
-``t * H .. t * H + H - 1`` of ``diloco.rounds * H``. A round that is void, burnt or missed does not move it on, and a
-site that joins late, or was away, steps like the others.
+DiLoCo (Douillard et al. 2023) trains its inner AdamW with a warm-up and a cosine that run through all rounds. A step's
+place in the run is public: the round that is to become outer step t holds the local steps t H .. t H + H - 1 of
+``diloco.rounds`` H. A round that is void or burnt does not move it on, and a site that joins late, or was away, steps
+like the others. As burnt rounds count among ``diloco.rounds``, a run with some ends before its cosine does.
 """
 
 from __future__ import annotations
