@@ -291,7 +291,8 @@ class InnerConfig:
     """The participant's H local steps. ``batch_size`` 0 means full batch, ``head_lr`` 0 a fixed head.
 
     ``landmark_norm``: while the encoder trains, normalise its hidden units by the public landmarks. ``parallel``:
-    processes of one participant that share each batch.
+    processes of one participant that share each batch. ``schedule``, ``warmup_steps``, ``final_lr_fraction``: the step
+    sizes over all rounds (``federation/schedule.py``).
     """
 
     optimizer: str
@@ -304,6 +305,14 @@ class InnerConfig:
     landmark_norm: bool
     deterministic: bool
     parallel: int = 1
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    final_lr_fraction: float = 0.0
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether step sizes change during a run."""
+        return self.schedule != "constant" or self.warmup_steps > 0
 
     def __post_init__(self) -> None:
         _one_of("inner.optimizer", self.optimizer, ("adamw", "sgd"))
@@ -314,6 +323,12 @@ class InnerConfig:
         _at_most("inner.batch_size", self.batch_size, 10**6)
         _one_of("inner.device", self.device, ("auto", "cpu", "cuda"))
         _require(1 <= self.parallel <= 64, f"inner.parallel must lie between 1 and 64, not {self.parallel}.")
+        _one_of("inner.schedule", self.schedule, ("constant", "cosine"))
+        _require(self.warmup_steps >= 0, f"inner.warmup_steps must be >= 0 (0: none), not {self.warmup_steps}.")
+        _require(
+            0 <= self.final_lr_fraction <= 1,
+            f"inner.final_lr_fraction must lie in [0, 1], not {self.final_lr_fraction!r}.",
+        )
 
 
 @dataclass(frozen=True)
@@ -516,6 +531,13 @@ class Config:
                 )
                 t = secagg.threshold if secagg.threshold is not None else max(2 * n // 3, (n + k) // 2) + 1
                 _require(k < t, f"secagg.assumed_colluders={k} must be below the threshold {t}.")
+        steps = self.diloco.rounds * self.diloco.inner_steps
+        _require(
+            self.inner.warmup_steps < steps,
+            f"inner.warmup_steps={self.inner.warmup_steps} leaves nothing of the {steps} local steps of all rounds "
+            "(diloco.rounds * diloco.inner_steps).",
+            "Lower it.",
+        )
         if self.task in BUILT_IN_TASKS:
             _require(not self.task_options, f"task={self.task} has no task_options.", "Use the keys of its groups.")
         widths = self.gauge.student_widths

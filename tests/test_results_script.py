@@ -115,6 +115,41 @@ def test_pooling_goes_on_from_equal_steps_to_equal_samples(script: ModuleType) -
     np.testing.assert_array_equal(there, at_once)
 
 
+def test_rows_of_any_length_end_with_the_same_step_size(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ("model.width=16", "model.depth=1", "model.latent_dim=4", "inner.batch_size=4", "diloco.inner_steps=2")
+    small += ("data.public_episodes=16", "data.heldout_episodes=6", "diloco.rounds=2", "inner.schedule=cosine")
+    config, task = script.prepared("swipe_dot", 0, small)
+    asked: list[tuple[float, ...]] = []
+
+    def steps(*args: object, lr_factors: tuple[float, ...], **kwargs: object) -> object:
+        asked.append(lr_factors)
+        return train(*args, lr_factors=lr_factors, **kwargs)
+
+    train = script.inner_steps
+    monkeypatch.setattr(script, "inner_steps", steps)
+    monkeypatch.setattr("lensemble_flwr.federation.world_task.inner_steps", steps)
+    for rounds, row in (
+        (2, lambda: script.rounds_alone(config, task, 0)),
+        (2, lambda: script.rounds_pooled(config, task, 2)),
+        (6, lambda: script.rounds_pooled(config, task, 6)),
+        (3, lambda: script.local_only(config, task, [6])),
+        (2, lambda: script.federated(config, task, noisy=True)),
+        (5, lambda: script.pooled_full(config, task, 10)),
+    ):
+        asked.clear()
+        row()
+        wanted = script.Schedule("cosine", 0, 0.0, 2 * rounds)
+        found = [factor for factors in asked for factor in factors]
+        silos = len(found) // wanted.total
+        if silos > 1 and len(asked) == silos:  # each silo in one go
+            assert asked == [wanted.factors(0, wanted.total)] * silos
+        elif silos > 1:
+            assert asked == [wanted.factors(2 * i, 2) for i in range(rounds) for _ in range(silos)]
+        else:
+            assert tuple(found) == wanted.factors(0, wanted.total)
+    assert task.schedule.total == 4  # as it was
+
+
 def test_silos_are_not_clipped(script: ModuleType) -> None:
     config, task = script.prepared("silos", 0, (*SMALL, "privacy.clip_norm=1e-6"))
     moved = script.federated(config, task, noisy=False) - task.initial()

@@ -592,11 +592,11 @@ class Coordinator:
             member.missed = identity not in roster
         plan: Plan = make_plan(self.config, len(roster), self.task.dimension)
         theta = theta_hash(self.task.layout, self._theta(checkpoint))
-        chain: tuple[bytes, int] = (bytes(32), 0)
-        if self.config.secagg.verify_sum:
-            committed = sum(close.outcome == Outcome.COMMITTED for close in _closes(self.folder.rounds()))
-            chain = (momentum_hash(checkpoint.momentum), committed)
-        opened = round_open(self.config, self.task, plan, self.folder.federation_id, index, theta, roster, *chain)
+        committed = sum(close.outcome == Outcome.COMMITTED for close in _closes(self.folder.rounds()))
+        momentum = momentum_hash(checkpoint.momentum) if self.config.secagg.verify_sum else bytes(32)
+        opened = round_open(
+            self.config, self.task, plan, self.folder.federation_id, index, theta, roster, momentum, committed
+        )
         self.folder.write_opened(opened)
         return opened
 

@@ -180,19 +180,31 @@ class FunctionTask(WorldTask):
     # ------------------------------------------------------------------ participants
 
     def local_update(
-        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+        self,
+        theta: np.ndarray,
+        partition: int,
+        state: bytes | None,
+        *,
+        steps: int,
+        sketch_seed: int,
+        round_index: int,
+        outer_step: int | None = None,
     ) -> LocalResult:
         # The student is a new network each round, so the moments of the last one are void.
         kept = self._inner_state(partition, state).without_moments()
         data, spec = self.training_data(partition), self._spec(partition)
         seed = self._sketch(sketch_seed, partition)
-        model, result = self._trained(theta, spec, data, kept, steps, seed, round_index * steps)
+        factors = self._factors(round_index if outer_step is None else outer_step, steps)
+        model, result = self._trained(theta, spec, data, kept, steps, seed, round_index * steps, factors)
         return LocalResult(self._released(model), result.state.without_moments().to_bytes())
 
-    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+    def public_update(
+        self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int, outer_step: int = 0
+    ) -> np.ndarray:
         body, data = self._public_share(share)
         state = InnerState.start(self.warm.head(body), shuffle_seed=share)
-        return self._released(self._trained(theta, self._spec(share), data, state, steps, sketch_seed, 0)[0])
+        factors = self._factors(outer_step, steps)
+        return self._released(self._trained(theta, self._spec(share), data, state, steps, sketch_seed, 0, factors)[0])
 
     def _trained(
         self,
@@ -203,6 +215,7 @@ class FunctionTask(WorldTask):
         steps: int,
         sketch_seed: bytes | int,
         first_step: int,
+        lr_factors: tuple[float, ...],
     ) -> tuple[WorldModel, InnerResult]:
         model = self.student(theta, spec)
         layout = ParameterLayout.of(spec, "full")
@@ -217,6 +230,7 @@ class FunctionTask(WorldTask):
             objective=self._objective,
             sketch_seed=sketch_seed,
             first_step=first_step,
+            lr_factors=lr_factors,
             landmarks=self._normalised_by,
         )
         if not result.finite:

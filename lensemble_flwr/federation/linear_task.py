@@ -14,6 +14,7 @@ import numpy as np
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.errors import ContractViolation
+from lensemble_flwr.federation.schedule import Schedule
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 
 FEATURES, POINTS = 16, 40
@@ -31,6 +32,7 @@ class LinearTask:
         self.probe_hash = bytes(32)
         self._lr = config.inner.lr
         self._seed = config.seed
+        self.schedule = Schedule.of(config)
 
     @property
     def dimension(self) -> int:
@@ -55,18 +57,29 @@ class LinearTask:
         return [hashlib.sha256(x.tobytes() + y.tobytes()).digest()]
 
     def local_update(
-        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+        self,
+        theta: np.ndarray,
+        partition: int,
+        state: bytes | None,
+        *,
+        steps: int,
+        sketch_seed: int,
+        round_index: int,
+        outer_step: int | None = None,
     ) -> LocalResult:
-        return LocalResult(self._descend(theta, f"participant {partition}", steps), b"")
+        place = round_index if outer_step is None else outer_step
+        return LocalResult(self._descend(theta, f"participant {partition}", steps, place), b"")
 
-    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
-        return self._descend(theta, f"public {share}", steps)
+    def public_update(
+        self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int, outer_step: int = 0
+    ) -> np.ndarray:
+        return self._descend(theta, f"public {share}", steps, outer_step)
 
-    def _descend(self, theta: np.ndarray, label: str, steps: int) -> np.ndarray:
+    def _descend(self, theta: np.ndarray, label: str, steps: int, outer_step: int) -> np.ndarray:
         x, y = self._data(label, POINTS)
         w = theta.astype(np.float64)
-        for _ in range(steps):
-            w -= self._lr * x.T @ (x @ w - y) / len(y)
+        for factor in self.schedule.factors(outer_step * steps, steps):
+            w -= self._lr * factor * x.T @ (x @ w - y) / len(y)
         if not np.isfinite(w).all():
             raise ContractViolation("The local steps diverged.")
         return w.astype(np.float32)

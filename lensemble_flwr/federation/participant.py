@@ -35,6 +35,7 @@ from lensemble_flwr.federation.records import (
 )
 from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.federation.roster import Roster, simulated_roster
+from lensemble_flwr.federation.schedule import place
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import Task, sketch_seed, theta_hash
 from lensemble_flwr.federation.wire import ENVELOPES, Outgoing, Refusal, refused, set_header_bytes
@@ -438,6 +439,7 @@ class SiteParticipant:
                 steps=opened.inner_steps,
                 sketch_seed=opened.sketch_seed,
                 round_index=opened.round,
+                **place(self.config, opened),
             )
             delta = result.theta - theta
             if delta.dtype != np.float32 or not np.isfinite(delta).all():

@@ -271,7 +271,8 @@ def round_open(
         config, task, plan, federation_id, index: what runs.
         theta: the model's hash.
         roster: the sorted identities that joined.
-        momentum, steps: hash of the outer momentum and the outer steps so far, where participants verify sums.
+        momentum: hash of the outer momentum, where participants verify sums.
+        steps: the outer steps so far.
     """
     seed = sketch_seed(federation_id, index)
     return RoundOpen(

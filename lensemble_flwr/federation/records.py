@@ -49,7 +49,7 @@ class RoundOpen(Record):
     ``roster`` are the identities that joined, sorted; thresholds are computed from its size, never from who answers.
     ``pinned``: a participant without a pinned roster refuses; ``consistency``: views are compared before unmasking.
     ``verify_sum``: participants verify the sum that led to this model; ``momentum_hash`` then names the outer momentum
-    that goes with theta, ``steps`` counts the committed rounds before (zeros otherwise).
+    that goes with theta (zeros otherwise). ``steps`` counts the committed rounds before.
     """
 
     MAGIC: ClassVar[bytes] = b"LRO1"
@@ -100,8 +100,10 @@ class RoundOpen(Record):
             raise ContractViolation(f"A round cannot have the sample rate {self.sample_rate!r}.")
         if self.per_person < 1:
             raise ContractViolation(f"A person cannot be at {self.per_person} participants.")
-        if not self.verify_sum and (any(self.momentum_hash) or self.steps):
-            raise ContractViolation("A round whose sums are not verified names no momentum and counts no steps.")
+        if not self.verify_sum and any(self.momentum_hash):
+            raise ContractViolation("A round whose sums are not verified names no momentum.")
+        if self.steps > self.round:
+            raise ContractViolation(f"Round {self.round} cannot follow {self.steps} committed ones.")
         special = (self.sample_rate != 1.0, self.mechanism != Mechanism.GAUSSIAN, self.per_person != 1)
         if sum(special) > 1:
             raise ContractViolation(

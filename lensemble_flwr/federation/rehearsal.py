@@ -19,6 +19,7 @@ from lensemble_flwr.federation.outer import mean_of_sum, outer_step
 from lensemble_flwr.federation.plan import Plan, round_open
 from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.federation.release import release_update
+from lensemble_flwr.federation.schedule import place
 from lensemble_flwr.federation.task import Progress, Task, theta_hash
 
 GREEN, AMBER = 0.1, 0.3
@@ -98,7 +99,8 @@ def rounds_in_process(
     first = FirstRound([])
     diloco = config.diloco
     for index in range(diloco.rounds):
-        opened = round_open(config, task, plan, bytes(32), index, theta_hash(task.layout, theta), roster)
+        theta_name = theta_hash(task.layout, theta)
+        opened = round_open(config, task, plan, bytes(32), index, theta_name, roster, steps=index)
         total, clipped_sum = np.zeros(task.dimension, np.int64), np.zeros(task.dimension)
         for share in range(plan.n):
             local = update(theta, share, opened)
@@ -137,7 +139,8 @@ def rehearse(task: Task, config: Config, plan: Plan, progress: Progress | None =
     def update(theta: np.ndarray, share: int, opened: RoundOpen) -> np.ndarray:
         nonlocal update_seconds, updates
         started = time.monotonic()
-        local = task.public_update(theta, share, steps=steps, sketch_seed=opened.sketch_seed)
+        seed, where = opened.sketch_seed, place(config, opened)
+        local = task.public_update(theta, share, steps=steps, sketch_seed=seed, **where)
         update_seconds += time.monotonic() - started
         updates += 1
         return local

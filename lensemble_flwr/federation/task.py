@@ -92,16 +92,29 @@ class Task(Protocol):
         ...
 
     def local_update(
-        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+        self,
+        theta: np.ndarray,
+        partition: int,
+        state: bytes | None,
+        *,
+        steps: int,
+        sketch_seed: int,
+        round_index: int,
+        outer_step: int | None = None,
     ) -> LocalResult:
         """H local steps from theta on local data, then alignment to the public frame where the frame is federated.
+
+        ``outer_step``: the committed rounds before this one, where step sizes change during the run
+        (:mod:`.schedule`); None: ``round_index`` of them. A task that knows no such schedule need not take it.
 
         Raises:
             LensembleError: the data or the training failed; the caller decides what may be said about it.
         """
         ...
 
-    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+    def public_update(
+        self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int, outer_step: int = 0
+    ) -> np.ndarray:
         """The same local steps on the public data of pseudo-participant ``share`` (0, 1, ...)."""
         ...
 

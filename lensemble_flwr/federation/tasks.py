@@ -82,6 +82,12 @@ def _own_task(config: Config, data_dir: Path | None) -> Task:
             f"task={name} is no task: it lacks {', '.join(lacks)}.",
             "Derive it from lensemble_flwr.federation.recipe.Recipe (docs/own-model.md).",
         )
+    if config.inner.scheduled and not is_recipe and not _takes_place(cls):
+        raise ConfigError(
+            f"task={name} knows no schedule of step sizes: its local_update and public_update take no outer_step.",
+            "Use inner.schedule=constant and inner.warmup_steps=0, or derive it from "
+            "lensemble_flwr.federation.recipe.Recipe.",
+        )
     try:
         own = cls(config, data_dir)
         return TorchTask(own) if is_recipe else cast(Task, own)
@@ -89,6 +95,15 @@ def _own_task(config: Config, data_dir: Path | None) -> Task:
         raise
     except Exception as error:
         raise ConfigError(f"task={name} cannot be built: {type(error).__name__}: {error}.") from error
+
+
+def _takes_place(cls: type) -> bool:
+    """Whether a task's local steps can be told where in the run they are (:func:`.schedule.place`)."""
+    for method in ("local_update", "public_update"):
+        parameters = inspect.signature(getattr(cls, method)).parameters.values()
+        if not any(p.name == "outer_step" or p.kind == p.VAR_KEYWORD for p in parameters):
+            return False
+    return True
 
 
 def _load(name: str, path: str) -> type:

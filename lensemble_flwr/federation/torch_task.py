@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lensemble_flwr.config import InnerConfig
 from lensemble_flwr.errors import ArtifactError, ConfigError, ContractViolation, DataError
 from lensemble_flwr.federation.recipe import Recipe
+from lensemble_flwr.federation.schedule import Schedule
 from lensemble_flwr.federation.task import LocalResult, Progress, Slice
 from lensemble_flwr.model.inner import determinism, resolve_device
 from lensemble_flwr.model.trajectories import file_metadata
@@ -87,6 +88,7 @@ class TorchTask:
         self.recipe, self._inner, self._seed = recipe, recipe.config.inner, recipe.config.seed
         self.headline, self.rehearsal_metric, self.metrics = recipe.headline, recipe.rehearsal_metric, recipe.metrics
         self.probe_hash = bytes(32)
+        self.schedule = Schedule.of(recipe.config)
         with _seeded(_digest("model", self._seed)):
             model = recipe.build_model()
         if not isinstance(model, nn.Module):
@@ -165,23 +167,35 @@ class TorchTask:
         return self.recipe.hashes(self._local("local", partition))
 
     def local_update(
-        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+        self,
+        theta: np.ndarray,
+        partition: int,
+        state: bytes | None,
+        *,
+        steps: int,
+        sketch_seed: int,
+        round_index: int,
+        outer_step: int | None = None,
     ) -> LocalResult:
         kept = LocalState() if state is None else LocalState.from_bytes(state)
         if self._inner.reset_optimizer:
             kept = LocalState(kept.local)
         data = self._local("local", partition)
-        trained, after = self._train(theta, data, kept, steps, _digest("steps", self._seed, partition, round_index))
+        seed = _digest("steps", self._seed, partition, round_index)
+        place = round_index if outer_step is None else outer_step
+        trained, after = self._train(theta, data, kept, steps, seed, place)
         return LocalResult(trained, after.to_bytes())
 
-    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+    def public_update(
+        self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int, outer_step: int = 0
+    ) -> np.ndarray:
         seed = _digest("public steps", self._seed, share, sketch_seed)
-        return self._train(theta, self._local("public", share), LocalState(), steps, seed)[0]
+        return self._train(theta, self._local("public", share), LocalState(), steps, seed, outer_step)[0]
 
     def _train(
-        self, theta: np.ndarray, data: Any, kept: LocalState, steps: int, seed: int
+        self, theta: np.ndarray, data: Any, kept: LocalState, steps: int, seed: int, outer_step: int
     ) -> tuple[NDArray[np.float32], LocalState]:
-        """``steps`` optimizer steps from theta.
+        """``steps`` optimizer steps from theta, with the step sizes of outer step ``outer_step``.
 
         Raises:
             ContractViolation: a loss or a weight is not finite, or the loss is no scalar.
@@ -193,7 +207,10 @@ class TorchTask:
         optimizer = _optimizer(named, {part.name for part in self.layout}, kept, self._inner)
         with determinism(self._inner.deterministic, device), _seeded(seed):
             batches = _endless(self.recipe, data, np.random.default_rng(seed))
-            for _ in range(steps):
+            whole = [group["lr"] for group in optimizer.param_groups]
+            for factor in self.schedule.factors(outer_step * steps, steps):
+                for group, lr in zip(optimizer.param_groups, whole, strict=True):
+                    group["lr"] = lr * factor
                 loss = self.recipe.loss(model, _to(next(batches), device))
                 if loss.numel() != 1:
                     raise ContractViolation(f"The loss has the shape {tuple(loss.shape)}, not one value.")

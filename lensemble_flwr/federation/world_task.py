@@ -26,6 +26,7 @@ from lensemble_flwr.data.windows import usable, without
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ArtifactError, ContractViolation, DataError
 from lensemble_flwr.federation.readings import MAX_STEPS, Reading, Readings, spaced
+from lensemble_flwr.federation.schedule import Schedule
 from lensemble_flwr.federation.site_dataset import SiteDataset
 from lensemble_flwr.federation.task import LocalResult, MetricLabel, Progress, Slice
 from lensemble_flwr.federation.world_data import HeldOut, build_world
@@ -119,6 +120,7 @@ class WorldTask:
             lambda_anc=objective.lambda_anc if config.gauge.anchor != "none" else 0.0,
             sketch_dim=objective.sketch_dim,
         )
+        self.schedule = Schedule.of(config)
         self.warm_spec = WarmStartSpec(steps=config.warmstart.steps, seed=config.seed)
         surface = config.federation.surface
         self._frame_moves = surface in ("full", "function")
@@ -370,7 +372,15 @@ class WorldTask:
             return ActionHead(spec, self.model_spec)
 
     def local_update(
-        self, theta: np.ndarray, partition: int, state: bytes | None, *, steps: int, sketch_seed: int, round_index: int
+        self,
+        theta: np.ndarray,
+        partition: int,
+        state: bytes | None,
+        *,
+        steps: int,
+        sketch_seed: int,
+        round_index: int,
+        outer_step: int | None = None,
     ) -> LocalResult:
         kept = self._inner_state(partition, state)
         data = self.training_data(partition)
@@ -386,6 +396,7 @@ class WorldTask:
             objective=self._objective,
             sketch_seed=self._sketch(sketch_seed, partition),
             first_step=round_index * steps,
+            lr_factors=self._factors(round_index if outer_step is None else outer_step, steps),
             landmarks=self._normalised_by,
         )
         if not result.finite:
@@ -395,7 +406,9 @@ class WorldTask:
         aligned, reset = self._aligned(model)
         return LocalResult(aligned, result.state.without_moments(reset).to_bytes())
 
-    def public_update(self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int) -> np.ndarray:
+    def public_update(
+        self, theta: np.ndarray, share: int, *, steps: int, sketch_seed: int, outer_step: int = 0
+    ) -> np.ndarray:
         body, data = self._public_share(share)
         model = self.warm.build_model() if self._frame_moves else self._model
         head = self._head(body, self._head_spec(self.world.public(body)), "public", share)
@@ -410,9 +423,13 @@ class WorldTask:
             spec=self.inner_spec,
             objective=self._objective,
             sketch_seed=sketch_seed,
+            lr_factors=self._factors(outer_step, steps),
             landmarks=self._normalised_by,
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
+
+    def _factors(self, outer_step: int, steps: int) -> tuple[float, ...]:
+        return self.schedule.factors(outer_step * steps, steps)
 
     def _public_share(self, share: int) -> tuple[str, Trajectories | LatentTrajectories]:
         """Public episodes of a pseudo-participant: as many as a participant has, dealt out like its data."""

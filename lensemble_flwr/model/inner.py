@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -188,6 +188,14 @@ def window_order(shuffle_seed: int, drawn: int, count: int, windows: int) -> Ten
     return torch.cat(picked)
 
 
+def _factors(lr_factors: Sequence[float] | None, steps: int) -> Sequence[float]:
+    if lr_factors is None:
+        return (1.0,) * steps
+    if len(lr_factors) != steps:
+        raise ContractViolation(f"There are {len(lr_factors)} factors of the step size for {steps} steps.")
+    return lr_factors
+
+
 @dataclass(frozen=True)
 class AdapterProblem:
     """The local least-squares problem of the adapter: all that its gradient needs.
@@ -213,10 +221,12 @@ class AdapterProblem:
         """Loss at B (k + 1, z)."""
         return float(0.5 * (b * (self.gram @ b)).sum() - (b * self.cross).sum()) + self.constant
 
-    def descend(self, b: Tensor, steps: int, lr: float, weight_decay: float = 0.0) -> Tensor:
-        """``steps`` full-batch gradient steps from B (k + 1, z) float64."""
-        for _ in range(steps):
-            b = b - lr * (self.gram @ b - self.cross + weight_decay * b)
+    def descend(
+        self, b: Tensor, steps: int, lr: float, weight_decay: float = 0.0, lr_factors: Sequence[float] | None = None
+    ) -> Tensor:
+        """``steps`` full-batch gradient steps from B (k + 1, z) float64, of size ``lr``, each times its factor."""
+        for factor in _factors(lr_factors, steps):
+            b = b - lr * factor * (self.gram @ b - self.cross + weight_decay * b)
         return b
 
 
@@ -253,6 +263,7 @@ def inner_steps(
     objective: Objective,
     sketch_seed: bytes | int,
     first_step: int = 0,
+    lr_factors: Sequence[float] | None = None,
     landmarks: Tensor | None = None,
     team: Team | None = None,
 ) -> InnerResult:
@@ -271,6 +282,7 @@ def inner_steps(
         objective: loss; with its frame anchor, if there is one.
         sketch_seed: s_t of the round.
         first_step: number of the first step, for the random directions of SIGReg.
+        lr_factors: of ``spec.lr`` and ``spec.head_lr``, one a step; None: ones.
         landmarks: (k, C, H, W) public frames that the encoder's hidden units are normalised by while it trains (see
             :class:`~lensemble_flwr.model.encoder.LandmarkNorm`); the anchor's, if there is one. None: not normalised.
         team: this process's place among ``spec.parallel``; None: start them, if there are to be several.
@@ -279,12 +291,14 @@ def inner_steps(
         New weights and state; ``theta`` and ``state`` are not changed.
 
     Raises:
-        ContractViolation: ``steps`` below 1, latents although the encoder trains, or a head that does not fit.
+        ContractViolation: ``steps`` below 1, another number of factors, latents although the encoder trains, or a head
+            that does not fit.
         DataError: no local episode is long enough for one window.
         ConfigError: the device is not there, or cannot be deterministic.
     """
     if steps < 1:
         raise ContractViolation(f"There must be at least one inner step, got {steps}.")
+    factors = _factors(lr_factors, steps)
     trains_encoder = layout.surface == "full"
     if trains_encoder and isinstance(data, LatentTrajectories):
         raise ContractViolation("The encoder is in the federated surface, so training needs frames, not latents.")
@@ -293,7 +307,7 @@ def inner_steps(
     layout.write(model, theta)
     with determinism(spec.deterministic, device):
         if layout.surface == "adapter" and spec.optimizer == "sgd" and not spec.batch_size and not spec.head_lr:
-            return _closed(model, layout, data, head, state, steps, spec)
+            return _closed(model, layout, data, head, state, factors, spec)
         if team is None and spec.parallel > 1:
             _batch_of(spec, len(data.starts(objective.spec.segment)))  # before processes start, which takes seconds
             job = {
@@ -308,6 +322,7 @@ def inner_steps(
                 "objective": objective,
                 "sketch_seed": sketch_seed,
                 "first_step": first_step,
+                "lr_factors": factors,
                 "landmarks": landmarks,
             }
             found: InnerResult = run_parallel(spec.parallel, job)["result"]
@@ -322,7 +337,7 @@ def inner_steps(
             if public is not None:
                 attach_landmark_norm(model.encoder, public)
             result = _generic(
-                *(model, layout, data, head, state, steps, spec, objective, sketch_seed, first_step, device, public),
+                *(model, layout, data, head, state, factors, spec, objective, sketch_seed, first_step, device, public),
                 team or Team(),
             )
         finally:
@@ -347,7 +362,7 @@ def _closed(
     data: Trajectories | LatentTrajectories,
     head: ActionHead,
     state: InnerState,
-    steps: int,
+    factors: Sequence[float],
     spec: InnerSpec,
 ) -> InnerResult:
     latents = encode_trajectories(model, data) if isinstance(data, Trajectories) else data
@@ -355,7 +370,7 @@ def _closed(
     assert model.adapter is not None  # adapter_problem refused otherwise
     lr = min(spec.lr, problem.safe_lr)
     start = model.adapter.B.double()
-    trained = problem.descend(start, steps, lr, spec.weight_decay)
+    trained = problem.descend(start, len(factors), lr, spec.weight_decay, factors)
     model.adapter.B.copy_(trained)
     return _finish(layout, model, state, (problem.loss(start), problem.loss(trained)), lr)
 
@@ -503,7 +518,7 @@ def _generic(
     data: Trajectories | LatentTrajectories,
     head: ActionHead,
     state: InnerState,
-    steps: int,
+    factors: Sequence[float],
     spec: InnerSpec,
     objective: Objective,
     sketch_seed: bytes | int,
@@ -537,8 +552,11 @@ def _generic(
         whole = batch == len(starts)
         return batches.load(slice(None) if whole else window_order(state.shuffle_seed, drawn, batch, len(starts)))
 
-    waiting = following()
-    for step in range(steps):
+    waiting, steps = following(), len(factors)
+    whole = [group["lr"] for group in optimizer.param_groups]
+    for step, factor in enumerate(factors):
+        for group, lr in zip(optimizer.param_groups, whole, strict=True):
+            group["lr"] = lr * factor
         seen, actions, windows = waiting
         drawn += batch
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,25 @@ def test_two_calls_with_kept_state_equal_one_long_call(warm, local, surface) -> 
     assert second.state.counts == whole.state.counts
     fresh = run(warm, surface, local, first.state.without_moments(), steps=5, spec=spec, theta=first.theta)
     assert not np.allclose(fresh.theta, whole.theta, atol=1e-5)
+
+
+@pytest.mark.parametrize(("surface", "optimizer", "batch"), [("full", "adamw", 8), ("adapter", "sgd", 0)])
+def test_step_sizes_follow_their_factors(warm, local, surface, optimizer, batch) -> None:
+    """One call with factors is a call a step with that step size; the second case is the closed path."""
+    spec, factors = InnerSpec(optimizer, lr=1e-3, batch_size=batch), (0.25, 1.0, 0.5, 0.0)
+    data = encode_trajectories(warm.build_model(), local) if surface == "adapter" else local
+    whole = run(warm, surface, data, steps=4, spec=spec, lr_factors=factors)
+    theta, state = None, None
+    for step, factor in enumerate(factors[:3]):
+        each = replace(spec, lr=spec.lr * factor)
+        one = run(warm, surface, data, state, steps=1, spec=each, theta=theta, first_step=step)
+        theta, state = one.theta, one.state
+    assert np.allclose(whole.theta, theta, atol=1e-7)  # the last step has no size
+    plain = run(warm, surface, data, steps=4, spec=spec)
+    assert not np.allclose(whole.theta, plain.theta, atol=1e-6)
+    assert np.array_equal(run(warm, surface, data, steps=4, spec=spec, lr_factors=(1.0,) * 4).theta, plain.theta)
+    with pytest.raises(ContractViolation, match="3 factors of the step size for 4 steps"):
+        run(warm, surface, data, steps=4, spec=spec, lr_factors=factors[:3])
 
 
 def test_frames_and_latents_train_the_same_when_the_encoder_is_frozen(warm, local) -> None:

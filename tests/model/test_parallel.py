@@ -34,7 +34,9 @@ SGD = InnerSpec(optimizer="sgd", lr=1e-3, batch_size=7, head_lr=1e-3, device="cp
 DATA = blobs(CONTINUOUS, 4, 40, 0.02)
 
 
-def trained(spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = False, data: Any = DATA) -> InnerResult:
+def trained(
+    spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = False, data: Any = DATA, factors: Any = None
+) -> InnerResult:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = WorldModel(preset("tiny"))
@@ -56,14 +58,15 @@ def trained(spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = Fals
         spec=spec,
         objective=Objective(ObjectiveSpec(lambda_sig=sig, lambda_anc=0.2), anchor),
         sketch_seed=5,
+        lr_factors=factors,
         landmarks=landmarks if norm else None,
     )
 
 
 def test_two_processes_make_the_update_of_one() -> None:
     """An odd batch, so that their parts differ in size; all terms of the loss, landmark norm and action head, too."""
-    one = trained(SGD, norm=True)
-    two = trained(dataclasses.replace(SGD, parallel=2), norm=True)
+    one = trained(SGD, norm=True, factors=(0.5, 1.0))
+    two = trained(dataclasses.replace(SGD, parallel=2), norm=True, factors=(0.5, 1.0))
     assert np.abs(one.theta - two.theta).max() < 1e-5
     for name, value in one.state.head.items():
         assert (value - two.state.head[name]).abs().max() < 1e-5
