@@ -269,8 +269,8 @@ class Coordinator:
             found = self.task.readings({"start": self.task.initial(), "final": self._theta(checkpoint)})
             if found is not None:
                 self.folder.write_readings(found, checkpoint.round)
-        except (LensembleError, OSError, RuntimeError, ValueError) as error:
-            self.on_event("not_shown", {"cause": str(error)})
+        except Exception as error:  # a task of one's own may raise anything, and the run is over
+            self.on_event("not_shown", {"cause": f"{type(error).__name__}: {error}"})
 
     def _named(self, theta: np.ndarray) -> dict[str, np.ndarray]:
         """Views of theta, which nobody changes any more."""

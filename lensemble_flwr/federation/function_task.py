@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -215,7 +215,7 @@ class FunctionTask(WorldTask):
         steps: int,
         sketch_seed: bytes | int,
         first_step: int,
-        lr_factors: tuple[float, ...],
+        lr_factors: Sequence[float],
     ) -> tuple[WorldModel, InnerResult]:
         model = self.student(theta, spec)
         layout = ParameterLayout.of(spec, "full")

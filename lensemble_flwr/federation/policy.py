@@ -48,7 +48,7 @@ RULES = {
     "its operator knows; a run must count with at least that many.",
     "min_threshold": "Least share of the roster that is needed to unmask a sum, between 0 and 1.",
     "max_clip_norm": "Largest clipping bound C.",
-    "max_inner_steps": "Most local steps H in a round.",
+    "max_inner_steps": "Most local steps H in a round. null: any number.",
     "max_rounds": "Most rounds that a run may plan. null: any number.",
     "max_participants": "Most participants that a run may plan. null: any number.",
     "max_weights": "Most weights of a run's model, judged before anything of it is built. null: any number. (Of a\n"
@@ -100,7 +100,7 @@ class Policy:
     min_participants_per_person: int = 1
     min_threshold: float = 0.0
     max_clip_norm: float | None = None
-    max_inner_steps: int | None = None
+    max_inner_steps: int | None = 100_000
     max_rounds: int | None = 10_000
     max_participants: int | None = 1024
     max_weights: int | None = 1_000_000_000

@@ -9,8 +9,9 @@ like the others. As burnt rounds count among ``diloco.rounds``, a run with some 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, overload
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.federation.records import RoundOpen
@@ -57,9 +58,26 @@ class Schedule:
         share = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * share))
 
-    def factors(self, first: int, steps: int) -> tuple[float, ...]:
-        """Those of ``steps`` local steps from ``first`` on."""
-        return tuple(self.factor(first + i) for i in range(steps))
+    def factors(self, first: int, steps: int) -> Sequence[float]:
+        """Those of ``steps`` local steps from ``first`` on, however many: each is made when it is asked for."""
+        return _Factors(self, range(first, first + steps))
+
+
+@dataclass(frozen=True)
+class _Factors(Sequence[float]):
+    schedule: Schedule
+    steps: range
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        found = self.steps[index]
+        return _Factors(self.schedule, found) if isinstance(found, range) else self.schedule.factor(found)
 
 
 def place(config: Config, opened: RoundOpen) -> Place:

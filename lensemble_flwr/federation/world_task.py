@@ -428,7 +428,7 @@ class WorldTask:
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
 
-    def _factors(self, outer_step: int, steps: int) -> tuple[float, ...]:
+    def _factors(self, outer_step: int, steps: int) -> Sequence[float]:
         return self.schedule.factors(outer_step * steps, steps)
 
     def _public_share(self, share: int) -> tuple[str, Trajectories | LatentTrajectories]:

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import overload
 
 import numpy as np
 import safetensors
@@ -188,9 +189,27 @@ def window_order(shuffle_seed: int, drawn: int, count: int, windows: int) -> Ten
     return torch.cat(picked)
 
 
+class _Ones(Sequence[float]):
+    """However many, without a list as long."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = range(steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        found = self._steps[index]
+        return _Ones(len(found)) if isinstance(found, range) else 1.0
+
+
 def _factors(lr_factors: Sequence[float] | None, steps: int) -> Sequence[float]:
     if lr_factors is None:
-        return (1.0,) * steps
+        return _Ones(steps)
     if len(lr_factors) != steps:
         raise ContractViolation(f"There are {len(lr_factors)} factors of the step size for {steps} steps.")
     return lr_factors

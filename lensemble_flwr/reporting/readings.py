@@ -61,7 +61,7 @@ def _intro(run: RunData, readings: Readings) -> str:
         f"{readings.steps} steps ahead from the true actions, without seeing the frames between."
     )
     if _same(readings):
-        text += " The encoder did not change in this run, so both models read the frames themselves alike."
+        text += " Both models read the frames themselves alike."
     if run.readings_after != len(run.rounds):
         text += f" This is the model after {run.readings_after} of the {len(run.rounds)} finished rounds."
     return text
@@ -248,7 +248,9 @@ def _curves(readings: Readings, rounds: int) -> list[Plot]:
         lines: list[tuple[str, Floats, str, Any]] = [("true", readings.truth[:, column], INK, "-")]
         for m in readings.models:
             final = m.model == _FINAL
-            lines.append((f"frame, {m.model}", m.seen[:, column], BLUE if final else FAINT, "--" if final else ":"))
+            lines.append(
+                (f"frame, {clean(m.model)}", m.seen[:, column], BLUE if final else FAINT, "--" if final else ":")
+            )
             if final:
                 lines.append((f"{steps} steps ahead", m.predicted[:, column], RED, "-."))
         caption = (

@@ -225,12 +225,15 @@ def test_the_coordinator_asks_once_at_the_end(tmp_path: Path) -> None:
     assert from_json((federation.folder.path / "readings.json").read_bytes())[1] == len(federation.rounds())
 
 
-def test_no_run_fails_for_want_of_a_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("linalg: singular"), KeyError("x"), None])
+def test_no_run_fails_for_want_of_a_picture(tmp_path: Path, failure: Exception | None) -> None:
     federation = Federation(tmp_path)
-    Shown(federation, RuntimeError("linalg: the matrix is singular"))
+    if failure is None:
+        federation.task.readings = [1]  # type: ignore[attr-defined]
+    else:
+        Shown(federation, failure)
     federation.start()
     assert federation.folder is not None
     assert not (federation.folder.path / "readings.json").exists()
-    assert [fields for name, fields in federation.events if name == "not_shown"] == [
-        {"cause": "linalg: the matrix is singular"}
-    ]
+    (cause,) = [str(fields["cause"]) for name, fields in federation.events if name == "not_shown"]
+    assert cause.startswith("TypeError: " if failure is None else f"{type(failure).__name__}: ")

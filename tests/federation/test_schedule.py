@@ -21,6 +21,7 @@ from lensemble_flwr.federation.linear_task import LinearTask
 from lensemble_flwr.federation.plan import make_plan, round_open
 from lensemble_flwr.federation.schedule import Schedule, place
 from lensemble_flwr.federation.tasks import build_task
+from tests.effort import peak_bytes
 from tests.federation import test_torch_task
 from tests.federation.harness import Federation, Killed
 from tests.federation.test_resume import crash_and_resume, kill_at
@@ -60,7 +61,7 @@ def by_torch(schedule: Schedule, lr: float) -> list[float]:
 )
 def test_torchs_schedulers_give_the_same_step_sizes(kind: str, total: int, rise: int, final: float, cut: int) -> None:
     schedule = Schedule(kind, min(rise, total - 1), final, total)
-    whole = schedule.factors(0, total)
+    whole = tuple(schedule.factors(0, total))
     np.testing.assert_allclose(0.3 * np.array(whole), by_torch(schedule, 0.3), rtol=1e-9, atol=1e-12)
     pieces = [f for first in range(0, total, cut) for f in schedule.factors(first, min(cut, total - first))]
     assert tuple(pieces) == whole  # rounds of any length make one run
@@ -71,7 +72,7 @@ def test_torchs_schedulers_give_the_same_step_sizes(kind: str, total: int, rise:
 def test_constant_is_exactly_one_and_the_default() -> None:
     config = load_config("experiment=linear")
     assert not config.inner.scheduled
-    assert Schedule.of(config).factors(0, 200) == (1.0,) * 200
+    assert tuple(Schedule.of(config).factors(0, 200)) == (1.0,) * 200
 
 
 def test_the_schedule_is_as_long_as_the_run() -> None:
@@ -95,6 +96,17 @@ def test_the_schedule_is_as_long_as_the_run() -> None:
 def test_bad_values(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(f"experiment=linear diloco.rounds=10 diloco.inner_steps=10 {override}")
+
+
+def test_a_thousand_million_steps_take_no_memory() -> None:
+    many = Schedule("cosine", 7, 0.1, 10**9)
+    peak, factors = peak_bytes(lambda: many.factors(5, 10**9))
+    assert peak < 10_000
+    assert len(factors) == 10**9
+    assert (factors[0], factors[2], factors[-1]) == (6 / 8, 1.0, pytest.approx(0.1))
+    assert list(factors[1:4]) == [many.factor(i) for i in (6, 7, 8)]
+    with pytest.raises(IndexError):
+        factors[10**9]
 
 
 def test_no_torch_is_needed_for_it() -> None:

@@ -76,7 +76,7 @@ def test_distances_are_in_sides_of_the_picture(own: Own) -> None:
     page = page_of(own("private"), to_json(readings, 10))
     assert "sides of the picture" in page.text
     assert "0.300" in page.text
-    assert "both models read the frames themselves alike" in squeezed(page.text)
+    assert "Both models read the frames themselves alike" in squeezed(page.text)
 
 
 def test_columns_without_a_place_are_curves(own: Own) -> None:
@@ -125,3 +125,12 @@ def test_png_is_a_png() -> None:
     picture = from_json(to_json(made(), 1))[0].pictures
     assert picture is not None
     assert np.array_equal(np.asarray(Image.open(BytesIO(png(picture[0])))), picture[0])
+
+
+def test_a_name_that_no_font_knows(own: Own) -> None:
+    """Curves, which matplotlib writes on."""
+    readings = json.loads(to_json(made(), 10))
+    readings["in_picture"], readings["shown"], readings["pictures"] = None, [], []
+    for model in readings["models"]:
+        model["model"] += "\ud800\x1b[2J"
+    assert "\x1b" not in str(page_of(own("private"), json.dumps(readings).encode()).text)

@@ -272,13 +272,15 @@ class LeRobot:
     @staticmethod
     def _check_groups(file: Any, name: str, groups: list[int], columns: list[str], *, numbers: bool = False) -> int:
         """Refuse what would not fit into memory; bytes that one entry takes at most."""
-        largest = 1
+        largest, schema = 1, file.metadata.schema
+        half = {c.path for c in map(schema.column, range(len(schema))) if c.logical_type.type == "FLOAT16"}
         for group in groups:
             meta = file.metadata.row_group(group)
             parts = [meta.column(i) for i in range(meta.num_columns)]
-            read = [p for p in parts if p.path_in_schema.split(".")[0] in columns]
+            # Names of columns have dots of their own, as observation.state.
+            read = [p for p in parts if any(f"{p.path_in_schema}.".startswith(f"{c}.") for c in columns)]
             # One long text, in the dictionary once, is decoded as often as it is pointed at.
-            texts = [p for p in read if p.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")]
+            texts = [p for p in read if p.physical_type.endswith("BYTE_ARRAY") and p.path_in_schema not in half]
             if numbers and texts:
                 raise DataError(f"{name}: column {texts[0].path_in_schema!r} holds no numbers.", _BROKEN)
             largest = max([largest, *(p.total_uncompressed_size for p in texts)])

@@ -330,12 +330,15 @@ def test_one_long_text_that_many_rows_point_at(tmp_path: Path) -> None:
 
     long = pa.array(["x" * 100_000] * 1000).dictionary_encode()
     pictures = pa.array([{"bytes": b"y" * 100_000, "path": None}] * 1000)
-    pq.write_table(pa.table({"action": long, "picture": pictures}), tmp_path / "long.parquet", compression="zstd")
+    columns = {"observation.state": long, "observation.images.top": pictures, "other": pictures}
+    columns["half"] = pa.array(np.zeros(1000, np.float16))
+    pq.write_table(pa.table(columns), tmp_path / "long.parquet", compression="zstd")
     file = pq.ParquetFile(tmp_path / "long.parquet")
     assert file.metadata.row_group(0).total_byte_size < 1_000_000
     with pytest.raises(DataError, match="holds no numbers"):
-        lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["action"], numbers=True)
-    largest = lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["picture"])
+        lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["observation.state"], numbers=True)
+    lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["half"], numbers=True)
+    largest = lerobot.LeRobot._check_groups(file, "long.parquet", [0], ["observation.images.top"])
     assert 100_000 <= largest < 1_000_000, "so a batch of MAX_GROUP / largest rows fits"
 
 
