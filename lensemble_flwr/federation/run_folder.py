@@ -13,6 +13,7 @@
     state/round-00003/asked          exists once somebody may have been asked to reveal
     state/round-00003/sum.npz        the verified integer sum, fsynced before it is used
     state/last-sum.npz               that of the last committed round, where participants verify sums
+    state/sent-to.bin                the hash of its model and who was sent that since, where participants verify sums
 
 What is in `state` decides how a broken-off round ends: sum stored -> replayed; asked without a sum -> burnt; neither
 -> the same RoundOpen is tried again with the cached vectors.
@@ -300,6 +301,20 @@ class RunFolder:
     def last_sum(self) -> StoredSum | None:
         """What :meth:`keep_sum` kept, or None."""
         return self._read_sum(self._last_sum, "Restore it from a backup: participants refuse a model without its sum.")
+
+    def write_sent_to(self, theta_hash: bytes, identities: set[bytes]) -> None:
+        """Who was sent the model with this hash; in place of those who were sent the one before."""
+        atomic_write(self._sent_to, b"".join([theta_hash, *sorted(identities)]), mode=0o644)
+
+    def sent_to(self, theta_hash: bytes) -> set[bytes]:
+        """Who was sent the model with this hash, as far as is known."""
+        raw = self._sent_to.read_bytes() if self._sent_to.is_file() else b""
+        words = [raw[i : i + 32] for i in range(0, len(raw), 32)]
+        return set(words[1:]) if words and words[0] == theta_hash else set()
+
+    @property
+    def _sent_to(self) -> Path:
+        return self.path / "state" / "sent-to.bin"
 
     @property
     def _last_sum(self) -> Path:
