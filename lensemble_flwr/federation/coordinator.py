@@ -607,7 +607,8 @@ class Coordinator:
     def _round(self, checkpoint: Checkpoint, last: RoundClose | None) -> tuple[Outcome, RoundClose]:
         opened = self._open(checkpoint)
         started, self._traffic, self._index = self.clock(), Traffic(), opened.round
-        self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
+        roots = sorted(self.members[i].dataset_root.hex() for i in opened.roster if i in self.members)
+        self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster), "dataset_roots": roots})
         cause = ""
         for _ in range(MAX_ATTEMPTS):
             if not self._quorum(opened.round, opened):
@@ -891,7 +892,7 @@ class Coordinator:
         the others. Who misses the close settles its round when it is in the next one, or when the run is resumed, even
         after its last round.
         """
-        if last is None or not self.members:
+        if last is None:
             return
         fields: Fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
         owed: Fields = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
@@ -905,7 +906,7 @@ class Coordinator:
             timeout = math.inf if asked is not silent else max(SILENT_CLOSE_S, 2 * took)
             if requests:
                 self._ask(Stage.CLOSE, requests, take=lambda *_: answered_at.append(self.clock()), timeout=timeout)
-        self.on_event("closed", {"sites": len(answered_at), "of": len(self.members)})
+        self.on_event("closed", {"sites": len(answered_at), "of": self.config.federation.participants})
 
 
 def _closes(records: list[Fields]) -> list[RoundClose]:

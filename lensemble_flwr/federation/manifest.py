@@ -19,6 +19,7 @@ from lensemble_flwr.federation.claim_inputs import sum_checked_by
 from lensemble_flwr.federation.plan import Plan
 
 SCHEMA_VERSION = 1
+COMPLETED = "completed"
 _PACKAGES = (
     "lensemble-flwr",
     "flwr",
