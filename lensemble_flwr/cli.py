@@ -505,6 +505,9 @@ class Display:
     def _on_joined(self, event: dict[str, Any]) -> None:
         self._print(f"{event.get('participants')} participants joined.")
 
+    def _on_closed(self, event: dict[str, Any]) -> None:
+        self._print(f"told: {event.get('sites')} of {event.get('of')} sites")
+
     def _on_stopping(self, event: dict[str, Any]) -> None:
         self._print("Stopping after this stage (nothing that the sites paid for is lost); once more stops at once.")
 

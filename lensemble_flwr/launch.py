@@ -724,7 +724,10 @@ class _Run:
         """Flower itself notices a dead simulation process only after its heartbeat ran out (a minute or more)."""
         if not os.path.isdir("/proc/self"):
             return
-        alive = {p.pid for p in processes.family(self._space.mark) if p.alive and p.command == "flwr-simulation"}
+        named = [p for p in processes.family(self._space.mark) if p.alive and p.command == "flwr-simulation"]
+        alive = {p.pid for p in named}
+        # A child has its parent's name until it runs its own program: it is no start.
+        alive -= {p.pid for p in named if p.parent in alive}
         if alive - self._starts and not self._spoke:
             self._count_starts(alive)
         if alive:

@@ -19,12 +19,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.logger import log
 
 from lensemble_flwr.config import Config, config_hash, load_config, split_overrides
-from lensemble_flwr.errors import ArtifactError, ConfigError, LensembleError
+from lensemble_flwr.errors import STOPS, ArtifactError, ConfigError, LensembleError
 from lensemble_flwr.federation.claim_inputs import claim_rows
-from lensemble_flwr.federation.manifest import RunManifest, new_manifest, read_manifest
+from lensemble_flwr.federation.manifest import COMPLETED, RunManifest, new_manifest, read_manifest
 from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.roster import Roster, load_roster
 from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task, own_choice
 from lensemble_flwr.home import output_folder, sites_folder
 from lensemble_flwr.json_log import bind, log_context
@@ -75,6 +76,12 @@ def _run(grid: Grid, context: Context) -> None:
         except (LensembleError, OSError) as error:
             folder.log("error", {"code": getattr(error, "code", ArtifactError.code), "text": str(error)})
             raise
+        except STOPS:
+            raise
+        except BaseException as error:  # a defect: its text may hold anything
+            code = LensembleError.code
+            folder.log("error", {"code": code, "text": f"[{code}] The coordinator failed ({type(error).__name__})."})
+            raise
 
 
 def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, revision: str) -> None:
@@ -85,31 +92,24 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, rev
 
     task = build_task(config, allowed=own_choice(config))
     task.prepare(lambda what, done, total: emit("progress", {"what": what, "done": done, "total": total}))
-    plan = make_plan(config, config.federation.participants, task.dimension)
-    rows, grade, why_not = claim_rows(config, plan, simulation)
-    manifest = new_manifest(
-        federation_id=folder.federation_id,
-        config=config,
-        plan=plan,
-        claims=rows,
-        claim_grade=grade,
-        why_not=why_not,
-        base_hash=task.base_hash,
-        probe_hash=task.probe_hash,
-        simulation=simulation,
-        sites_dir=sites,
-        revision=revision,
-    )
-    before = _roots_before(folder)
-    manifest.write(folder.path)
+    before = _manifest_before(folder)
+    done = len(folder.rounds()) >= config.diloco.rounds  # who resumes such a run only tells its end
+    if done and before is not None:
+        manifest = before
+    else:
+        manifest = _new_manifest(folder, config, task, simulation, sites, revision)
+        manifest = dataclasses.replace(manifest, dataset_roots=before.dataset_roots if before else [])
+        manifest.write(folder.path)
 
     def on_event(name: str, fields: dict[str, Any]) -> None:
         nonlocal manifest
-        if name == "joined":
-            roots = sorted({*before, *fields["dataset_roots"]})  # those of members that have left are in the model, too
-            manifest = dataclasses.replace(manifest, dataset_roots=roots)
-            manifest.write(folder.path)
-            fields = {"participants": fields["participants"]}
+        roots = fields.get("dataset_roots", [])
+        fields = {key: value for key, value in fields.items() if key != "dataset_roots"}
+        if name in ("joined", "round_open") and not done:
+            known = sorted({*manifest.dataset_roots, *roots})  # those of members that have left are in the model, too
+            if known != manifest.dataset_roots:
+                manifest = dataclasses.replace(manifest, dataset_roots=known)
+                manifest.write(folder.path)
         if name == "round_open":
             bind(round=fields["round"])  # for the events that do not name it
         if name != "progress":
@@ -122,9 +122,29 @@ def _run_in(folder: RunFolder, config: Config, grid: Grid, simulation: bool, rev
     except LensembleError as error:
         _finish(manifest, folder, error.code, str(error))
         raise
-    _finish(manifest, folder, "completed", "")
+    _finish(manifest, folder, COMPLETED, "")
     folder.log("end", {})
     emit("end", {"output_dir": str(folder.path)})
+
+
+def _new_manifest(
+    folder: RunFolder, config: Config, task: Task, simulation: bool, sites: str, revision: str
+) -> RunManifest:
+    plan = make_plan(config, config.federation.participants, task.dimension)
+    rows, grade, why_not = claim_rows(config, plan, simulation)
+    return new_manifest(
+        federation_id=folder.federation_id,
+        config=config,
+        plan=plan,
+        claims=rows,
+        claim_grade=grade,
+        why_not=why_not,
+        base_hash=task.base_hash,
+        probe_hash=task.probe_hash,
+        simulation=simulation,
+        sites_dir=sites,
+        revision=revision,
+    )
 
 
 def _roster(config: Config) -> Roster | None:
@@ -133,15 +153,16 @@ def _roster(config: Config) -> Roster | None:
     return load_roster(Path(path)) if config.secagg.pinned and path else None
 
 
-def _roots_before(folder: RunFolder) -> list[str]:
-    """Dataset roots of those who joined before the run was resumed."""
+def _manifest_before(folder: RunFolder) -> RunManifest | None:
+    """The manifest that the run had when it was resumed."""
     with contextlib.suppress(ArtifactError):  # a first start, or a damaged file that is written anew
-        return read_manifest(folder.path).dataset_roots
-    return []
+        return read_manifest(folder.path)
+    return None
 
 
 def _finish(manifest: RunManifest, folder: RunFolder, status: str, detail: str) -> None:
-    dataclasses.replace(manifest, status=status, detail=detail).write(folder.path)
+    if manifest.status != COMPLETED:  # a run that is complete stays that, whatever becomes of telling its end again
+        dataclasses.replace(manifest, status=status, detail=detail).write(folder.path)
 
 
 def _check_runtime(config: Config, simulation: bool) -> None:

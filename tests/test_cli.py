@@ -366,6 +366,12 @@ def test_one_row_a_round() -> None:
     assert log.getvalue().count("\n") == 6
 
 
+def test_how_many_sites_heard_of_the_end() -> None:
+    out = io.StringIO()
+    show(cli.Display(out, io.StringIO(), verbose=False), {"event": "closed", "sites": 0, "of": 4})
+    assert out.getvalue().splitlines()[-1] == "told: 0 of 4 sites"
+
+
 def test_terminal_shows_one_moving_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     now = [0.0]

@@ -314,6 +314,28 @@ def test_a_process_that_flower_starts_again_and_again_is_told_and_ended(
     assert told == [{"event": "restarted", "times": n, "seconds": 30} for n in range(2, 7)]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_child_that_still_has_its_parents_name_is_no_start(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between fork and exec: each look finds another one below the same process."""
+    looks: list[int] = []
+    family = processes.family
+
+    def fake(mark: str, *arguments: Any) -> list[processes.Process]:
+        if arguments:
+            return family(mark, *arguments)
+        looks.append(len(looks) + 2)
+        pairs = ((1, 0), (looks[-1], 1))
+        return [processes.Process(pid, parent, 1, "S", "flwr-simulation") for pid, parent in pairs]
+
+    monkeypatch.setattr(processes, "family", fake)
+    monkeypatch.setattr(launch._Run, "_LOOK_EVERY_S", 0.0)
+    seen: list[str] = []
+    result, _ = stub.run({"run": [*["more"] * 30, END]}, on_line=seen.append)
+    assert result.exit_status == 0
+    assert len(looks) > 20
+    assert not [line for line in seen if (event := read_event(line)) and event["event"] == "restarted"]
+
+
 def test_a_run_without_a_sign_of_life_is_told_in_plain_words(stub: Stub) -> None:
     result, _ = stub.run({"run": [], "list": [["finished:failed", "No heartbeat received from the task"]]})
     assert result.details.startswith("[LAUNCH] The run's process gave Flower no sign of life")

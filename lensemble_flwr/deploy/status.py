@@ -13,12 +13,15 @@ from typing import Any
 
 from lensemble_flwr.config import load_config
 from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
-from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError, LaunchError
-from lensemble_flwr.federation.manifest import read_manifest
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ArtifactError, ConfigError, LaunchError
+from lensemble_flwr.federation.manifest import COMPLETED, read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.reporting.wording import clean
 
 LOGS = ("coordinator.log", "flower.log")
 NOT_STARTED = "not started"
+RUNNING, INTERRUPTED = "running", "interrupted"
+_MOST_S = 1e9  # seconds; no round and no run takes thirty years
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class Status:
         return mean
 
     def text(self, now: datetime) -> str:
-        """What a person reads."""
+        """What a person reads; nothing in it acts on a terminal."""
+        return "\n".join(clean(line) for line in self._lines(now))
+
+    def _lines(self, now: datetime) -> list[str]:
         lines = [f"{self.state}: {len(self.rounds)} of {self.planned} rounds" if self.planned else self.state]
         if self.rounds:
             last = self.rounds[-1]
@@ -71,25 +77,24 @@ class Status:
             )
             if last.get("private"):
                 spent = ", ".join(f"{view} {_epsilon(last.get(f'epsilon_{view}'))}" for view in ("central", "local"))
-                lines.append(
-                    f"epsilon of this run's public rounds: {spent} (the run's target: {self.target_epsilon:g})"
-                )
+                target = _epsilon(self.target_epsilon)
+                lines.append(f"epsilon of this run's public rounds: {spent} (the run's target: {target})")
             elif not last.get("private"):
                 lines.append("NON-PRIVATE: no epsilon is claimed")
         if self.stage_seconds:
             stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
             lines.append(f"seconds of a round: {stages}")
-        if self.seconds_left is not None:
+        if self.seconds_left is not None and self.seconds_left < _MOST_S:
             lines.append(f"expected end: {now + timedelta(seconds=self.seconds_left):%Y-%m-%d %H:%M:%S}")
         if self.healthy:
-            return "\n".join(lines)
+            return lines
         if self.error:
             lines.append(f"why: {self.error}")
         lines += [f"log: {path}" for path in self.logs]
         why = "nobody works on it" if self.state == "interrupted" else "then"
         again = "lensemble run --resume continues it" if self.resumable else "start it again: it has no round to resume"
         lines.append(f"{why}: {again}")
-        return "\n".join(lines)
+        return lines
 
 
 def read_status(folder: Path, now: float) -> Status:
@@ -106,25 +111,75 @@ def read_status(folder: Path, now: float) -> Status:
             return Status("running", 0, [], None, 0.0)
         return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs, False)
     run = RunFolder.open(folder)
-    rounds, error = run.rounds(), run.last_error()
+    rounds, state, detail = _sound(run), RUNNING, ""
     if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder)
-        state, config = manifest.status, manifest.config
-        planned, target = int(config["diloco"]["rounds"]), config["privacy"]["target_epsilon"]
-        error = {"code": state, "text": manifest.detail} if manifest.detail else error
+        state, detail, planned, target = _of_manifest(folder)
     else:  # it ended, or is still at work, before there was one
-        composed = load_config(run.federation["overrides"])
-        state, planned, target = "running", composed.diloco.rounds, composed.privacy.target_epsilon
-    if state == "running" and _held(folder / "state" / "lock") is False:
-        state = error["code"] if error and not (folder / "manifest.json").exists() else "interrupted"
+        composed = load_config(_overrides(run))
+        planned, target = composed.diloco.rounds, composed.privacy.target_epsilon
+    state, text = _how_it_stands(state, detail, run.last_word(), _held(folder / "state" / "lock"))
     path = folder / "rounds.jsonl"
     age = now - path.stat().st_mtime if path.is_file() else 0.0
-    text = error["text"] if error and error["code"] == state else ""
     return Status(state, planned, rounds, target, max(0.0, age), text, logs)
+
+
+def _how_it_stands(state: str, detail: str, last: dict[str, str], held: bool | None) -> tuple[str, str]:
+    """(state, why) from the manifest's, from the log's last word, which is newer where a resumption failed or died
+    before it wrote a manifest, and from whether somebody holds the lock (None: not known)."""
+    if held:
+        return RUNNING, ""
+    if state == COMPLETED:
+        return state, ""
+    if last["event"] == "error":
+        return last["code"], last["text"]
+    if state == RUNNING or last["event"] == "run":
+        return (RUNNING if held is None else INTERRUPTED), ""
+    return state, detail
+
+
+def _of_manifest(folder: Path) -> tuple[str, str, int, float | None]:
+    """(status, detail, planned rounds, target epsilon)."""
+    manifest = read_manifest(folder)
+    try:
+        target = manifest.config["privacy"]["target_epsilon"]
+        planned = int(manifest.config["diloco"]["rounds"])
+        return str(manifest.status), str(manifest.detail), planned, None if target is None else float(target)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ArtifactError(
+            f"{folder / 'manifest.json'} has not the configuration of a run ({type(error).__name__}).",
+            "Restore it from a backup.",
+        ) from error
+
+
+def _overrides(run: RunFolder) -> list[str]:
+    overrides = run.federation.get("overrides")
+    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
+        return overrides
+    raise ArtifactError(
+        f"{run.path / 'federation.json'} has no list of overrides.",
+        "Restore it from a backup; without it the run cannot be continued.",
+    )
+
+
+def _sound(run: RunFolder) -> list[dict[str, Any]]:
+    """The records of the finished rounds, each with what is shown of it."""
+    rounds = run.rounds()
+    for number, record in enumerate(rounds, 1):
+        stages = record.get("stage_seconds") or {}
+        seconds = [record.get("seconds"), *(stages.values() if isinstance(stages, dict) else [stages])]
+        fits = all(isinstance(record.get(name), int) for name in ("participants", "roster"))
+        fits = fits and isinstance(record.get("outcome"), str)
+        if not fits or not all(s is None or (isinstance(s, int | float) and 0 <= s < _MOST_S) for s in seconds):
+            raise ArtifactError(
+                f"{run.path / 'rounds.jsonl'}: line {number} is not the record of a round.", "Restore it from a backup."
+            )
+    return rounds
 
 
 def _held(lock: Path) -> bool | None:
     """Whether a process of this machine holds the lock; None where the system does not tell. Takes no lock itself."""
+    if not lock.exists():
+        return False
     try:
         inode = f":{lock.stat().st_ino}"
         return any(
@@ -190,7 +245,7 @@ def status_command(argv: Sequence[str]) -> int:
     else:
         print(status.text(datetime.now()))
         for name, state in sites or ():
-            print(f"site {name}: {state}")
+            print(clean(f"site {name}: {state}"))
         if silent:
-            print(f"sites: not known. {silent}")
+            print(clean(f"sites: not known. {silent}"))
     return EXIT_OK if healthy else EXIT_FAILURE

@@ -189,6 +189,8 @@ class Coordinator:
     """Where participants verify sums: what those in the last committed one are sent of it, and the packed sum."""
     _vouching: set[bytes] = field(default_factory=set)
     """Members that are known to hold the model that the round under way begins with."""
+    _sent: set[bytes] = field(default_factory=set)
+    """Those to whom that model was sent, as the folder remembers: they hold it, if the message came through."""
     _early: tuple[bytes, dict[bytes, bytes]] | None = None
     """(what they are signed for, KEYS messages by identity) that came with the last replies of the round before."""
 
@@ -336,6 +338,7 @@ class Coordinator:
         config, d = self.config.secagg, self.task.dimension
         packed = pack_sum(stored.total, RingParams(config.ring_bits, 2, 0, d))  # its form depends on the bits alone
         self._owed, self._vouching = (SumOpening.of(close, stored.attempt, stored.tag), packed), set()
+        self._sent = self.folder.sent_to(close.theta_hash)
 
     # ------------------------------------------------------------------ who is there
 
@@ -506,15 +509,16 @@ class Coordinator:
         return set(self.members) - self._exhausted
 
     def _vouchers(self, there: set[bytes], n: int) -> tuple[int, int] | None:
-        """(how many of them hold the model by their own check, how many it takes), if that is too few for the others.
+        """(how many of them may vouch for the model, how many it takes), if that is too few for the others.
 
-        Only where members verify sums. Those who were in the last committed sum can check it; a model that too few
-        vouch for is not trained by anybody else, so a round of n with them could only fail. Before the first sum
-        everybody holds the pinned start.
+        Only where members verify sums. Those who were in the last committed sum can check it, those to whom the model
+        was sent since hold it; a model that too few vouch for is not trained by anybody else, so a round of n with
+        them could only fail. Who is taken to hold it and does not costs a void attempt, in which nothing is spent; not
+        to ask one that holds it could end a run that works. Before the first sum everybody holds the pinned start.
         """
         if self._owed is None:
             return None
-        holding = there & (set(self._owed[0].survivors) | self._vouching)
+        holding = there & (set(self._owed[0].survivors) | self._vouching | self._sent)
         needed = least_vouchers(n, self.config.secagg.assumed_colluders)
         return None if holding == there or len(holding) >= needed else (len(holding), needed)
 
@@ -561,8 +565,8 @@ class Coordinator:
                 f"{len(there)} participants are there for round {index} after {now - began:.0f} s, but only {few[0]} "
                 f"of them can check the model that it begins with; {few[1]} must vouch for it to the others "
                 "(secagg.verify_sum).",
-                "Bring participants back that were in the last committed sum, then resume the run. If they are gone "
-                "for good, start a new one from its model.",
+                "Bring participants back that were in the last committed sum or in a round since, then resume the run. "
+                "If too few of them ever come back, start a new one from its model.",
                 present=few[0],
                 minimum=few[1],
             )
@@ -603,7 +607,8 @@ class Coordinator:
     def _round(self, checkpoint: Checkpoint, last: RoundClose | None) -> tuple[Outcome, RoundClose]:
         opened = self._open(checkpoint)
         started, self._traffic, self._index = self.clock(), Traffic(), opened.round
-        self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster)})
+        roots = sorted(self.members[i].dataset_root.hex() for i in opened.roster if i in self.members)
+        self.on_event("round_open", {"round": opened.round, "roster": len(opened.roster), "dataset_roots": roots})
         cause = ""
         for _ in range(MAX_ATTEMPTS):
             if not self._quorum(opened.round, opened):
@@ -671,6 +676,7 @@ class Coordinator:
             self._budget_refusals(opened, refusals)
             take(session.add_keys, {i: r.body for i, r in answers.items()})
             self._vouching |= session.vouching
+            self._sent -= set(session.u1) - session.vouching  # it did not come through to them
             enough(session.u1, "keys")
 
             roster_keys = session.roster_keys()
@@ -703,6 +709,9 @@ class Coordinator:
             except SecureAggregationError as error:
                 excluded(error.fields["cause"])
 
+        if self._owed is not None and not self._sent >= set(session.u2):
+            self._sent |= set(session.u2)  # before it goes out: an answer may be lost, or this process may die
+            self.folder.write_sent_to(opened.theta_hash, self._sent)
         # A budget refusal now comes after others have reserved: its sender is a dropout, asked again next round.
         # Vectors are added as they come, in any order: the sum is the same, and only one of them is ever held.
         self._ask(Stage.TRAIN, requests, ring.wire_bytes, add_masked)
@@ -883,7 +892,7 @@ class Coordinator:
         the others. Who misses the close settles its round when it is in the next one, or when the run is resumed, even
         after its last round.
         """
-        if last is None or not self.members:
+        if last is None:
             return
         fields: Fields = {BODY: last.encode(), VECTOR: self._theta(checkpoint)}
         owed: Fields = {OPENING: self._owed[0].encode(), VECTOR: self._owed[1]} if self._owed else {}
@@ -897,7 +906,7 @@ class Coordinator:
             timeout = math.inf if asked is not silent else max(SILENT_CLOSE_S, 2 * took)
             if requests:
                 self._ask(Stage.CLOSE, requests, take=lambda *_: answered_at.append(self.clock()), timeout=timeout)
-        self.on_event("closed", {"sites": len(answered_at), "of": len(self.members)})
+        self.on_event("closed", {"sites": len(answered_at), "of": self.config.federation.participants})
 
 
 def _closes(records: list[Fields]) -> list[RoundClose]:

@@ -19,6 +19,7 @@ from lensemble_flwr.federation.claim_inputs import sum_checked_by
 from lensemble_flwr.federation.plan import Plan
 
 SCHEMA_VERSION = 1
+COMPLETED = "completed"
 _PACKAGES = (
     "lensemble-flwr",
     "flwr",
@@ -87,8 +88,10 @@ def read_manifest(folder: Path) -> RunManifest:
         if tree["schema_version"] != SCHEMA_VERSION:
             raise ArtifactError(f"{path} has schema {tree['schema_version']!r}, not {SCHEMA_VERSION}.")
         return RunManifest(**tree)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}.", "Give the output folder of a run.") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{path} cannot be read: {ascii(str(error))[1:-1]}.", "Give the output folder of a run."
+        ) from error
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@
     state/round-00003/asked          exists once somebody may have been asked to reveal
     state/round-00003/sum.npz        the verified integer sum, fsynced before it is used
     state/last-sum.npz               that of the last committed round, where participants verify sums
+    state/sent-to.bin                the hash of its model and who was sent that since, where participants verify sums
 
 What is in `state` decides how a broken-off round ends: sum stored -> replayed; asked without a sum -> burnt; neither
 -> the same RoundOpen is tried again with the cached vectors.
@@ -44,6 +45,7 @@ from lensemble_flwr.json_log import KEYS, json_line, log_context, short_id
 SCHEMA_VERSION = 1
 _TROUBLE = ("refused", "excluded", "void", "not_shown")
 _PART = 1 << 20  # coordinates that are widened at a time
+_LOG_TAIL = 1 << 20  # bytes of a log that are looked at
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class RunFolder:
             record = json.loads((self.path / "federation.json").read_text())
             bytes.fromhex(record["federation_id"])
             return record
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArtifactError(f"{self.path / 'federation.json'} is damaged: {error}.") from error
 
     @property
@@ -169,7 +171,7 @@ class RunFolder:
         complete = path.read_bytes().split(b"\n")[:-1]
         try:
             records = [json.loads(line) for line in complete]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArtifactError(f"A line of {path} is damaged: {error}.", "Restore it from a backup.") from error
         for number, record in enumerate(records):
             wrong = None
@@ -198,17 +200,19 @@ class RunFolder:
         with contextlib.suppress(OSError), open(self.path / "coordinator.log", "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def last_error(self) -> dict[str, str] | None:
-        """The last error in ``coordinator.log``, {"code", "text"}, unless the run was taken up again since."""
-        with contextlib.suppress(OSError):
-            for line in reversed((self.path / "coordinator.log").read_text("utf-8", "replace").splitlines()):
-                with contextlib.suppress(ValueError, AttributeError):
+    def last_word(self) -> dict[str, str]:
+        """How the run was last taken up or ended with an error, by ``coordinator.log``: {"event", "code", "text"}.
+
+        ``event`` is run or error; empty where the log's last MiB has neither.
+        """
+        with contextlib.suppress(OSError), open(self.path / "coordinator.log", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL))
+            for line in reversed(file.read(_LOG_TAIL).decode("utf-8", "replace").splitlines()):
+                with contextlib.suppress(ValueError, AttributeError, RecursionError):
                     event = json.loads(line)
-                    if event.get("event") == "error":
-                        return {name: str(event.get(name, "")) for name in ("code", "text")}
-                    if event.get("event") == "run":
-                        return None
-        return None
+                    if event.get("event") in ("run", "error"):
+                        return {name: str(event.get(name, "")) for name in ("event", "code", "text")}
+        return {"event": "", "code": "", "text": ""}
 
     def write_start(
         self, metrics: dict[str, float | None], headline: str, labels: dict[str, dict[str, Any]] | None = None
@@ -300,6 +304,20 @@ class RunFolder:
     def last_sum(self) -> StoredSum | None:
         """What :meth:`keep_sum` kept, or None."""
         return self._read_sum(self._last_sum, "Restore it from a backup: participants refuse a model without its sum.")
+
+    def write_sent_to(self, theta_hash: bytes, identities: set[bytes]) -> None:
+        """Who was sent the model with this hash; in place of those who were sent the one before."""
+        atomic_write(self._sent_to, b"".join([theta_hash, *sorted(identities)]), mode=0o644)
+
+    def sent_to(self, theta_hash: bytes) -> set[bytes]:
+        """Who was sent the model with this hash, as far as is known."""
+        raw = self._sent_to.read_bytes() if self._sent_to.is_file() else b""
+        words = [raw[i : i + 32] for i in range(0, len(raw), 32)]
+        return set(words[1:]) if words and words[0] == theta_hash else set()
+
+    @property
+    def _sent_to(self) -> Path:
+        return self.path / "state" / "sent-to.bin"
 
     @property
     def _last_sum(self) -> Path:

@@ -133,6 +133,86 @@ def test_a_run_that_failed_before_it_had_a_manifest(tmp_path: Path, capsys: pyte
     assert read_status(folder.path, 0).error == ""
 
 
+def test_the_newest_error_is_the_one_that_is_shown(run: Path) -> None:
+    folder = RunFolder(run)
+    set_status(run, "FAULT_TOLERANCE", detail="[FAULT_TOLERANCE] Old.")
+    found = read_status(run, 0)
+    assert (found.state, found.error) == ("FAULT_TOLERANCE", "[FAULT_TOLERANCE] Old.")  # its log is lost
+    folder.log("run", {})
+    with folder.lock():  # a resumption prepares
+        found = read_status(run, 0)
+        assert (found.state, found.error) == ("running", "")
+    assert read_status(run, 0).state == "interrupted"  # it was killed meanwhile
+    folder.log("error", {"code": "DATA", "text": "[DATA] New."})
+    for status in ("FAULT_TOLERANCE", "running"):
+        set_status(run, status)
+        found = read_status(run, 0)
+        assert (found.state, found.error) == ("DATA", "[DATA] New.")
+    set_status(run, "completed")  # and could not be told again
+    assert read_status(run, 0).healthy
+
+
+def test_nothing_that_is_shown_acts_on_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("a\x1b[2Jb", "a\ud800b", "a\u202eb"):
+        set_status(run, text, detail=text)
+        assert main(["status", str(run)]) == 1
+        assert "why: a\N{REPLACEMENT CHARACTER}" in capsys.readouterr().out
+        RunFolder(run).log("error", {"code": text, "text": text})
+        assert main(["status", str(run)]) == 1
+        shown = capsys.readouterr().out
+        assert shown.startswith("a\N{REPLACEMENT CHARACTER}")
+        assert "why: a\N{REPLACEMENT CHARACTER}" in shown
+        assert main(["status", str(run), "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["error"] == text
+        (run / "coordinator.log").unlink()
+
+
+def test_a_log_of_garbage_is_passed_over(run: Path) -> None:
+    set_status(run, "running")
+    RunFolder(run).log("error", {"code": "DATA", "text": "[DATA] New."})
+    with open(run / "coordinator.log", "a") as file:
+        file.write("[" * 200_000 + "\n5\n\0\n" + "9" * 5000 + "\n")
+    assert read_status(run, 0).state == "DATA"
+    with open(run / "coordinator.log", "a") as file:
+        file.write("x" * (1 << 20))
+    assert read_status(run, 0).state == "interrupted"  # too far back to look for
+
+
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "no overrides": ("federation.json", lambda tree: tree.pop("overrides")),
+    "a number for overrides": ("federation.json", lambda tree: tree.update(overrides=5)),
+    "a number for an override": ("federation.json", lambda tree: tree.update(overrides=[5])),
+    "no configuration": ("manifest.json", lambda tree: tree.update(config={})),
+    "no rounds": ("manifest.json", lambda tree: tree["config"]["diloco"].update(rounds=None)),
+    "an epsilon in words": ("manifest.json", lambda tree: tree["config"]["privacy"].update(target_epsilon="much")),
+    "an unknown key": ("manifest.json", lambda tree: tree.update({"\x1b[2J": 1})),
+    "no outcome": ("rounds.jsonl", lambda tree: tree.pop("outcome")),
+    "no roster": ("rounds.jsonl", lambda tree: tree.pop("roster")),
+    "a round of words": ("rounds.jsonl", lambda tree: tree.update(seconds="long")),
+    "a round for ever": ("rounds.jsonl", lambda tree: tree.update(seconds=1e300)),
+    "stages in words": ("rounds.jsonl", lambda tree: tree.update(stage_seconds="long")),
+}
+
+
+@pytest.mark.parametrize("what", [*DAMAGES, "nested too deep"])
+def test_a_damaged_file_is_named(run: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, damage = DAMAGES.get(what, ("manifest.json", None))
+    if name == "federation.json":
+        (run / "manifest.json").unlink()
+    if damage is None:
+        (run / name).write_text("[" * 200_000)
+    else:
+        first, *more = (run / name).read_text().splitlines() if name == "rounds.jsonl" else [(run / name).read_text()]
+        tree = json.loads(first)
+        damage(tree)
+        (run / name).write_text("\n".join([json.dumps(tree), *more]) + "\n")
+    assert main(["status", str(run)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"[ARTIFACT] {run / name}")
+    assert "\x1b" not in shown.err
+    assert shown.out == ""
+
+
 def test_a_run_whose_server_app_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "flower.log").write_text("flwr run: no space left\n")
     assert main(["status", str(tmp_path)]) == 1

@@ -621,6 +621,68 @@ def test_too_few_old_members_end_the_run_before_anybody_is_asked(tmp_path: Path,
     assert trained(run) == [2, 1, 1, 2]
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_those_who_took_the_model_in_a_burnt_round_vouch_for_it(tmp_path: Path, dies: bool) -> None:
+    """Three of the four that were in the last sum leave; a newcomer of the burnt round holds its model, too.
+
+    Only the folder tells that to a coordinator that died, or to one that did not get the newcomer's update.
+    """
+    numbers = "federation.participants=7 federation.min_participants=3 secagg.min_survivors=3 diloco.rounds=3"
+    run = federation(tmp_path, f"{numbers} federation.join_timeout_s=4")
+    first, second = ({number: run.transport.members.pop(number)} for number in (104, 105))
+    del run.transport.members[106]  # its place lets a newcomer in while those who left still have theirs
+
+    def happen(name: str, fields: dict[str, Any]) -> None:
+        if name == "asked" and dies and len(run.rounds()) == 1:
+            raise Killed
+        if name == "round" and fields["round"] == 0:
+            run.transport.members.update(first)
+        if name == "round" and fields["round"] == 1:
+            for number in (101, 102, 103):
+                del run.transport.members[number]
+            run.transport.members.update(second)
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        lost = stage == Stage.UNMASK or (stage == Stage.TRAIN and node in first)
+        return None if lost and not dies and len(run.rounds()) == 1 else reply
+
+    run.on_event, run.transport.after = happen, after
+    if dies:
+        with pytest.raises(Killed):
+            run.start()
+        run.resume()
+    else:
+        run.start()
+    ends = [(r["outcome"], r["participants"]) for r in run.rounds()]
+    assert ends == [("committed", 4), ("burnt", 0), ("committed", 3)]
+
+
+def test_one_that_the_model_did_not_reach_costs_a_void_attempt_and_no_round(tmp_path: Path) -> None:
+    numbers = "federation.participants=5 federation.min_participants=3 secagg.min_survivors=3 diloco.rounds=3"
+    run = federation(tmp_path, f"{numbers} federation.join_timeout_s=4")
+    late = {104: run.transport.members.pop(104)}
+
+    def happen(name: str, fields: dict[str, Any]) -> None:
+        if name == "round":
+            run.transport.members.update(late)
+        if name == "asked" and len(run.rounds()) == 1:
+            raise Killed
+
+    run.on_event = happen
+    edit(run, Stage.TRAIN, lambda node, fields: node not in late and None)
+    with pytest.raises(Killed):
+        run.start()
+    run.on_event = lambda name, fields: None
+    for number in (101, 102, 103):
+        del run.transport.members[number]
+    site = Site.create(run.sites / "site-200", simulated_policy(run.config))
+    run.transport.members[200] = Node(site, 200)
+    for _ in range(2):
+        with pytest.raises(FaultToleranceExceeded, match="only 1 of them can check"):
+            run.resume()
+        assert [r["outcome"] for r in run.rounds()] == ["committed", "burnt"]
+
+
 @pytest.mark.parametrize("what", ["theta", "momentum", "size", "nothing"])
 def test_a_newcomer_is_not_given_another_model(tmp_path: Path, what: str) -> None:
     run = federation(tmp_path, "diloco.rounds=3")
