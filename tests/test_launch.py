@@ -431,12 +431,16 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     odd.mkdir()
     (odd / "owner.json").write_text("not json")
     orphan = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"],
+        [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"],
         env=os.environ | {processes.MARK: mark},
         start_new_session=True,
+        stdout=subprocess.PIPE,
     )
-    launch._sweep(tmp_path)
-    assert orphan.wait(timeout=5) == -signal.SIGKILL
+    with orphan:
+        assert orphan.stdout is not None
+        orphan.stdout.readline()  # its environment can be read only once it runs
+        launch._sweep(tmp_path)
+        assert orphan.wait(timeout=50) == -signal.SIGKILL
     assert not stale.exists()
     assert mine.exists()
     assert odd.exists()
