@@ -73,7 +73,7 @@ LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
 """A node that did not join is asked again after this long, doubled each time."""
 LATE_JOIN_S = 30.0
 """How long newcomers may keep a running federation waiting."""
-SILENT_CLOSE_S = 30.0
+SILENT_CLOSE_S = 120.0
 """How long the end of a run waits at least for members that did not answer what they were last asked."""
 
 _PART = 1 << 20  # coordinates that are widened at a time
