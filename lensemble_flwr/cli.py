@@ -132,7 +132,7 @@ def _run(argv: Sequence[str]) -> int:
 def _preflight(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lensemble preflight",
-        description="What a run would claim, cost and lose to noise, before any data is read.",
+        description="What a run would claim, cost and lose to noise, before any participant's data is read.",
         epilog="On a CPU: lensemble preflight experiment=quickstart",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration, as in diloco.rounds=3")
@@ -272,12 +272,17 @@ def _print_preflight(config: Config) -> None:
     found.refuse_if_spent()
 
 
+_quarter: dict[str, int] = {}
+
+
 def _preparing(what: str, done: int, total: int) -> None:
     """Progress of what is made before a run: one line that rewrites itself, or a line per quarter."""
+    quarter = done * 4 // max(total, 1)
     if sys.stderr.isatty():
         end = "\n" if done >= total else ""
         print(f"\r{what}: {done}/{total}\x1b[K", end=end, file=sys.stderr, flush=True)
-    elif done >= total or done * 4 // total != (done - 1) * 4 // total:
+    elif _quarter.get(what) != quarter:  # however many are done at once
+        _quarter[what] = quarter
         print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
 
 

@@ -413,3 +413,11 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
     assert said.count("No space left on device") == 1
     assert "one\n" in said
     assert "two\n" in said
+
+
+def test_preparations_say_each_quarter_however_many_are_done_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for done in (1, 21, 41, 61, 81, 100):
+        cli._preparing("training", done, 100)
+    assert capsys.readouterr().err.splitlines() == [f"training: {n}/100" for n in (1, 41, 61, 81, 100)]
+    cli._preparing("training", 1, 100)
+    assert capsys.readouterr().err == "training: 1/100\n"
