@@ -85,7 +85,13 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.superlink is not None:
         check_length(join_overrides(overrides))
     if arguments.resume is None:
-        _print_preflight(config)
+        try:
+            _print_preflight(config)
+        except BaseException:  # nothing was started: leave nothing behind
+            if arguments.superlink is None:
+                with contextlib.suppress(OSError):  # a folder of earlier runs is not empty, and stays
+                    sites.rmdir()
+            raise
     elif _completed(folder):
         if arguments.superlink is None:
             print(f"The run in {folder} is complete; there is nothing to resume.")
@@ -140,7 +146,7 @@ def _preflight(argv: Sequence[str]) -> int:
     from lensemble_flwr.config import load_config
     from lensemble_flwr.preflight import run_preflight
 
-    print(run_preflight(load_config(arguments.overrides), _preparing).text())
+    print(run_preflight(load_config(arguments.overrides), Preparing()).text())
     return EXIT_OK
 
 
@@ -188,7 +194,7 @@ def _status(argv: Sequence[str]) -> int:
 def _sweep(argv: Sequence[str]) -> int:
     from lensemble_flwr.sweep_cli import sweep_command
 
-    return sweep_command(list(argv), _preparing)
+    return sweep_command(list(argv), Preparing())
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -266,24 +272,26 @@ def _print_preflight(config: Config) -> None:
     """The short form before a run. A hopeless run is refused (ConfigError) unless it is accepted."""
     from lensemble_flwr.preflight import run_preflight
 
-    found = run_preflight(config, _preparing)
+    found = run_preflight(config, Preparing())
     print(found.text(short=True), flush=True)
     found.refuse_if_hopeless()
     found.refuse_if_spent()
 
 
-_quarter: dict[str, int] = {}
-
-
-def _preparing(what: str, done: int, total: int) -> None:
+class Preparing:
     """Progress of what is made before a run: one line that rewrites itself, or a line per quarter."""
-    quarter = done * 4 // max(total, 1)
-    if sys.stderr.isatty():
-        end = "\n" if done >= total else ""
-        print(f"\r{what}: {done}/{total}\x1b[K", end=end, file=sys.stderr, flush=True)
-    elif _quarter.get(what) != quarter:  # however many are done at once
-        _quarter[what] = quarter
-        print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
+
+    def __init__(self) -> None:
+        self._said: tuple[str, int] | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        quarter = (what, done * 4 // max(total, 1))  # however many are done at once
+        if sys.stderr.isatty():
+            end = "\n" if done >= total else ""
+            print(f"\r{what}: {done}/{total}\x1b[K", end=end, file=sys.stderr, flush=True)
+        elif self._said != quarter:
+            self._said = quarter
+            print(f"{what}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 def _print_report(folder: Path) -> None:
@@ -511,7 +519,7 @@ class Display:
         self._print(f"{event.get('participants')} participants joined.")
 
     def _on_closed(self, event: dict[str, Any]) -> None:
-        self._print(f"told: {event.get('sites')} of {event.get('of')} sites")
+        self._print(f"{event.get('sites')} of {event.get('of')} sites were told how it ended.")
 
     def _on_stopping(self, event: dict[str, Any]) -> None:
         self._print("Stopping after this stage (nothing that the sites paid for is lost); once more stops at once.")

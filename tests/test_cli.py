@@ -369,7 +369,7 @@ def test_one_row_a_round() -> None:
 def test_how_many_sites_heard_of_the_end() -> None:
     out = io.StringIO()
     show(cli.Display(out, io.StringIO(), verbose=False), {"event": "closed", "sites": 0, "of": 4})
-    assert out.getvalue().splitlines()[-1] == "told: 0 of 4 sites"
+    assert out.getvalue().splitlines()[-1] == "0 of 4 sites were told how it ended."
 
 
 def test_terminal_shows_one_moving_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,8 +416,21 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
 
 
 def test_preparations_say_each_quarter_however_many_are_done_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    say = cli.Preparing()
     for done in (1, 21, 41, 61, 81, 100):
-        cli._preparing("training", done, 100)
+        say("training", done, 100)
     assert capsys.readouterr().err.splitlines() == [f"training: {n}/100" for n in (1, 41, 61, 81, 100)]
-    cli._preparing("training", 1, 100)
+    say("training", 1, 100)
     assert capsys.readouterr().err == "training: 1/100\n"
+
+
+def test_a_run_that_is_refused_leaves_no_folder_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    refused = ["run", "experiment=swipe_dot", "data.confinement=2"]
+    assert cli.main(refused) == 2
+    assert list((tmp_path / "home" / "sites").iterdir()) == []
+    used = tmp_path / "sites"
+    (used / "site-0000").mkdir(parents=True)
+    assert cli.main([*refused, f"federation.sites_dir={used}"]) == 2
+    assert (used / "site-0000").is_dir()

@@ -6,7 +6,7 @@ import csv
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -123,9 +123,9 @@ def test_rows_of_any_length_end_with_the_same_step_size(script: ModuleType, monk
     config, task = script.prepared("swipe_dot", 0, small)
     asked: list[tuple[float, ...]] = []
 
-    def steps(*args: object, lr_factors: Sequence[float], **kwargs: object) -> object:
-        asked.append(tuple(lr_factors))
-        return train(*args, lr_factors=lr_factors, **kwargs)
+    def steps(*args: object, steps: int, lr_factor: Callable[[int], float], **kwargs: object) -> object:
+        asked.append(tuple(map(lr_factor, range(steps))))
+        return train(*args, steps=steps, lr_factor=lr_factor, **kwargs)
 
     train = script.inner_steps
     monkeypatch.setattr(script, "inner_steps", steps)
@@ -140,7 +140,7 @@ def test_rows_of_any_length_end_with_the_same_step_size(script: ModuleType, monk
     ):
         asked.clear()
         row()
-        wanted = tuple(script.Schedule("cosine", 0, 0.0, 2 * rounds).factors(0, 2 * rounds))
+        wanted = tuple(map(script.Schedule("cosine", 0, 0.0, 2 * rounds).factor, range(2 * rounds)))
         found = [factor for factors in asked for factor in factors]
         silos = len(found) // len(wanted)
         if silos > 1 and len(asked) == silos:  # each silo in one go

@@ -557,9 +557,9 @@ class Coordinator:
             self.sleep(min(1.0, began + patience - now))
             self._refresh()
         others = present & able
-        if opened is not None and len(others) >= federation.min_participants:
-            if self._vouchers(others, len(others)) is None:
-                return False
+        enough = opened is not None and len(others) >= federation.min_participants
+        if enough and self._vouchers(others, len(others)) is None:
+            return False
         if len(there) >= least and few is not None:
             raise FaultToleranceExceeded(
                 f"{len(there)} participants are there for round {index} after {now - began:.0f} s, but only {few[0]} "

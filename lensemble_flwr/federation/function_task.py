@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from lensemble_flwr.federation.world_task import WorldTask
 from lensemble_flwr.gauge.align import FrameSurface, align
 from lensemble_flwr.home import cache_lock
 from lensemble_flwr.model.distill import PublicWindows, answers, distil
-from lensemble_flwr.model.inner import InnerResult, InnerState, inner_steps
+from lensemble_flwr.model.inner import InnerResult, InnerState, LrFactor, inner_steps
 from lensemble_flwr.model.layout import ParameterLayout
 from lensemble_flwr.model.spec import ModelSpec
 from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories
@@ -194,8 +194,8 @@ class FunctionTask(WorldTask):
         kept = self._inner_state(partition, state).without_moments()
         data, spec = self.training_data(partition), self._spec(partition)
         seed = self._sketch(sketch_seed, partition)
-        factors = self._factors(round_index if outer_step is None else outer_step, steps)
-        model, result = self._trained(theta, spec, data, kept, steps, seed, round_index * steps, factors)
+        lr_factor = self._lr_factor(round_index if outer_step is None else outer_step, steps)
+        model, result = self._trained(theta, spec, data, kept, steps, seed, round_index * steps, lr_factor)
         return LocalResult(self._released(model), result.state.without_moments().to_bytes())
 
     def public_update(
@@ -203,8 +203,8 @@ class FunctionTask(WorldTask):
     ) -> np.ndarray:
         body, data = self._public_share(share)
         state = InnerState.start(self.warm.head(body), shuffle_seed=share)
-        factors = self._factors(outer_step, steps)
-        return self._released(self._trained(theta, self._spec(share), data, state, steps, sketch_seed, 0, factors)[0])
+        lr_factor = self._lr_factor(outer_step, steps)
+        return self._released(self._trained(theta, self._spec(share), data, state, steps, sketch_seed, 0, lr_factor)[0])
 
     def _trained(
         self,
@@ -215,7 +215,7 @@ class FunctionTask(WorldTask):
         steps: int,
         sketch_seed: bytes | int,
         first_step: int,
-        lr_factors: Sequence[float],
+        lr_factor: LrFactor,
     ) -> tuple[WorldModel, InnerResult]:
         model = self.student(theta, spec)
         layout = ParameterLayout.of(spec, "full")
@@ -230,7 +230,7 @@ class FunctionTask(WorldTask):
             objective=self._objective,
             sketch_seed=sketch_seed,
             first_step=first_step,
-            lr_factors=lr_factors,
+            lr_factor=lr_factor,
             landmarks=self._normalised_by,
         )
         if not result.finite:

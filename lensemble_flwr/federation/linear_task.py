@@ -78,8 +78,8 @@ class LinearTask:
     def _descend(self, theta: np.ndarray, label: str, steps: int, outer_step: int) -> np.ndarray:
         x, y = self._data(label, POINTS)
         w = theta.astype(np.float64)
-        for factor in self.schedule.factors(outer_step * steps, steps):
-            w -= self._lr * factor * x.T @ (x @ w - y) / len(y)
+        for step in range(steps):
+            w -= self._lr * self.schedule.factor(outer_step * steps + step) * x.T @ (x @ w - y) / len(y)
         if not np.isfinite(w).all():
             raise ContractViolation("The local steps diverged.")
         return w.astype(np.float32)

@@ -363,6 +363,7 @@ def simulated_policy(config: Config) -> Policy:
         allow_two_party=config.secagg.allow_two_party,
         allow_sampling=True,
         allowed_tasks=() if config.task in BUILT_IN_TASKS else (config.task,),
+        max_inner_steps=None,
         max_rounds=None,
         max_participants=None,
         max_weights=None,

@@ -9,9 +9,10 @@ like the others. As burnt rounds count among ``diloco.rounds``, a run with some 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, overload
+from functools import partial
+from typing import TypedDict
 
 from lensemble_flwr.config import Config
 from lensemble_flwr.federation.records import RoundOpen
@@ -58,26 +59,12 @@ class Schedule:
         share = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * share))
 
-    def factors(self, first: int, steps: int) -> Sequence[float]:
-        """Those of ``steps`` local steps from ``first`` on, however many: each is made when it is asked for."""
-        return _Factors(self, range(first, first + steps))
+    def since(self, first: int) -> Callable[[int], float]:
+        """The factor of each local step of a round, from 0, that begins with step ``first`` of the run."""
+        return partial(self._after, first)
 
-
-@dataclass(frozen=True)
-class _Factors(Sequence[float]):
-    schedule: Schedule
-    steps: range
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
-        found = self.steps[index]
-        return _Factors(self.schedule, found) if isinstance(found, range) else self.schedule.factor(found)
+    def _after(self, first: int, step: int) -> float:
+        return self.factor(first + step)
 
 
 def place(config: Config, opened: RoundOpen) -> Place:

@@ -208,7 +208,8 @@ class TorchTask:
         with determinism(self._inner.deterministic, device), _seeded(seed):
             batches = _endless(self.recipe, data, np.random.default_rng(seed))
             whole = [group["lr"] for group in optimizer.param_groups]
-            for factor in self.schedule.factors(outer_step * steps, steps):
+            for step in range(steps):
+                factor = self.schedule.factor(outer_step * steps + step)
                 for group, lr in zip(optimizer.param_groups, whole, strict=True):
                     group["lr"] = lr * factor
                 loss = self.recipe.loss(model, _to(next(batches), device))

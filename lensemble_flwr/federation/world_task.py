@@ -38,7 +38,7 @@ from lensemble_flwr.home import cache_lock, home
 from lensemble_flwr.model.evaluate import Probe as StateProbe
 from lensemble_flwr.model.evaluate import evaluate, fit_probe, open_loop, probe_rmse
 from lensemble_flwr.model.heads import ActionHead, head_from_state
-from lensemble_flwr.model.inner import InnerState, inner_steps
+from lensemble_flwr.model.inner import InnerState, LrFactor, inner_steps
 from lensemble_flwr.model.layout import ParameterLayout
 from lensemble_flwr.model.objective import Objective
 from lensemble_flwr.model.pretrained import Pretrained, load_pretrained
@@ -396,7 +396,7 @@ class WorldTask:
             objective=self._objective,
             sketch_seed=self._sketch(sketch_seed, partition),
             first_step=round_index * steps,
-            lr_factors=self._factors(round_index if outer_step is None else outer_step, steps),
+            lr_factor=self._lr_factor(round_index if outer_step is None else outer_step, steps),
             landmarks=self._normalised_by,
         )
         if not result.finite:
@@ -423,13 +423,13 @@ class WorldTask:
             spec=self.inner_spec,
             objective=self._objective,
             sketch_seed=sketch_seed,
-            lr_factors=self._factors(outer_step, steps),
+            lr_factor=self._lr_factor(outer_step, steps),
             landmarks=self._normalised_by,
         )
         return self._aligned(model)[0] if self._frame_moves else result.theta
 
-    def _factors(self, outer_step: int, steps: int) -> Sequence[float]:
-        return self.schedule.factors(outer_step * steps, steps)
+    def _lr_factor(self, outer_step: int, steps: int) -> LrFactor:
+        return self.schedule.since(outer_step * steps)
 
     def _public_share(self, share: int) -> tuple[str, Trajectories | LatentTrajectories]:
         """Public episodes of a pseudo-participant: as many as a participant has, dealt out like its data."""

@@ -16,9 +16,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import overload
 
 import numpy as np
 import safetensors
@@ -39,6 +38,8 @@ from lensemble_flwr.model.trajectories import LatentTrajectories, Trajectories, 
 from lensemble_flwr.model.world_model import WorldModel, encode_trajectories
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+LrFactor = Callable[[int], float]
+"""What a step's size is multiplied by, by its number."""
 
 
 @dataclass(frozen=True)
@@ -189,30 +190,9 @@ def window_order(shuffle_seed: int, drawn: int, count: int, windows: int) -> Ten
     return torch.cat(picked)
 
 
-class _Ones(Sequence[float]):
-    """However many, without a list as long."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = range(steps)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
-        found = self._steps[index]
-        return _Ones(len(found)) if isinstance(found, range) else 1.0
-
-
-def _factors(lr_factors: Sequence[float] | None, steps: int) -> Sequence[float]:
-    if lr_factors is None:
-        return _Ones(steps)
-    if len(lr_factors) != steps:
-        raise ContractViolation(f"There are {len(lr_factors)} factors of the step size for {steps} steps.")
-    return lr_factors
+def unscaled(step: int) -> float:
+    """Every step has its whole size."""
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -241,11 +221,11 @@ class AdapterProblem:
         return float(0.5 * (b * (self.gram @ b)).sum() - (b * self.cross).sum()) + self.constant
 
     def descend(
-        self, b: Tensor, steps: int, lr: float, weight_decay: float = 0.0, lr_factors: Sequence[float] | None = None
+        self, b: Tensor, steps: int, lr: float, weight_decay: float = 0.0, lr_factor: LrFactor = unscaled
     ) -> Tensor:
         """``steps`` full-batch gradient steps from B (k + 1, z) float64, of size ``lr``, each times its factor."""
-        for factor in _factors(lr_factors, steps):
-            b = b - lr * factor * (self.gram @ b - self.cross + weight_decay * b)
+        for step in range(steps):
+            b = b - lr * lr_factor(step) * (self.gram @ b - self.cross + weight_decay * b)
         return b
 
 
@@ -282,7 +262,7 @@ def inner_steps(
     objective: Objective,
     sketch_seed: bytes | int,
     first_step: int = 0,
-    lr_factors: Sequence[float] | None = None,
+    lr_factor: LrFactor = unscaled,
     landmarks: Tensor | None = None,
     team: Team | None = None,
 ) -> InnerResult:
@@ -301,7 +281,7 @@ def inner_steps(
         objective: loss; with its frame anchor, if there is one.
         sketch_seed: s_t of the round.
         first_step: number of the first step, for the random directions of SIGReg.
-        lr_factors: of ``spec.lr`` and ``spec.head_lr``, one a step; None: ones.
+        lr_factor: of ``spec.lr`` and ``spec.head_lr``, by step from 0; it must pickle if ``spec.parallel`` > 1.
         landmarks: (k, C, H, W) public frames that the encoder's hidden units are normalised by while it trains (see
             :class:`~lensemble_flwr.model.encoder.LandmarkNorm`); the anchor's, if there is one. None: not normalised.
         team: this process's place among ``spec.parallel``; None: start them, if there are to be several.
@@ -310,14 +290,12 @@ def inner_steps(
         New weights and state; ``theta`` and ``state`` are not changed.
 
     Raises:
-        ContractViolation: ``steps`` below 1, another number of factors, latents although the encoder trains, or a head
-            that does not fit.
+        ContractViolation: ``steps`` below 1, latents although the encoder trains, or a head that does not fit.
         DataError: no local episode is long enough for one window.
         ConfigError: the device is not there, or cannot be deterministic.
     """
     if steps < 1:
         raise ContractViolation(f"There must be at least one inner step, got {steps}.")
-    factors = _factors(lr_factors, steps)
     trains_encoder = layout.surface == "full"
     if trains_encoder and isinstance(data, LatentTrajectories):
         raise ContractViolation("The encoder is in the federated surface, so training needs frames, not latents.")
@@ -326,7 +304,7 @@ def inner_steps(
     layout.write(model, theta)
     with determinism(spec.deterministic, device):
         if layout.surface == "adapter" and spec.optimizer == "sgd" and not spec.batch_size and not spec.head_lr:
-            return _closed(model, layout, data, head, state, factors, spec)
+            return _closed(model, layout, data, head, state, steps, lr_factor, spec)
         if team is None and spec.parallel > 1:
             _batch_of(spec, len(data.starts(objective.spec.segment)))  # before processes start, which takes seconds
             job = {
@@ -341,7 +319,7 @@ def inner_steps(
                 "objective": objective,
                 "sketch_seed": sketch_seed,
                 "first_step": first_step,
-                "lr_factors": factors,
+                "lr_factor": lr_factor,
                 "landmarks": landmarks,
             }
             found: InnerResult = run_parallel(spec.parallel, job)["result"]
@@ -356,7 +334,8 @@ def inner_steps(
             if public is not None:
                 attach_landmark_norm(model.encoder, public)
             result = _generic(
-                *(model, layout, data, head, state, factors, spec, objective, sketch_seed, first_step, device, public),
+                *(model, layout, data, head, state, steps, lr_factor, spec, objective, sketch_seed, first_step),
+                *(device, public),
                 team or Team(),
             )
         finally:
@@ -381,7 +360,8 @@ def _closed(
     data: Trajectories | LatentTrajectories,
     head: ActionHead,
     state: InnerState,
-    factors: Sequence[float],
+    steps: int,
+    lr_factor: LrFactor,
     spec: InnerSpec,
 ) -> InnerResult:
     latents = encode_trajectories(model, data) if isinstance(data, Trajectories) else data
@@ -389,7 +369,7 @@ def _closed(
     assert model.adapter is not None  # adapter_problem refused otherwise
     lr = min(spec.lr, problem.safe_lr)
     start = model.adapter.B.double()
-    trained = problem.descend(start, len(factors), lr, spec.weight_decay, factors)
+    trained = problem.descend(start, steps, lr, spec.weight_decay, lr_factor)
     model.adapter.B.copy_(trained)
     return _finish(layout, model, state, (problem.loss(start), problem.loss(trained)), lr)
 
@@ -537,7 +517,8 @@ def _generic(
     data: Trajectories | LatentTrajectories,
     head: ActionHead,
     state: InnerState,
-    factors: Sequence[float],
+    steps: int,
+    lr_factor: LrFactor,
     spec: InnerSpec,
     objective: Objective,
     sketch_seed: bytes | int,
@@ -571,11 +552,11 @@ def _generic(
         whole = batch == len(starts)
         return batches.load(slice(None) if whole else window_order(state.shuffle_seed, drawn, batch, len(starts)))
 
-    waiting, steps = following(), len(factors)
-    whole = [group["lr"] for group in optimizer.param_groups]
-    for step, factor in enumerate(factors):
-        for group, lr in zip(optimizer.param_groups, whole, strict=True):
-            group["lr"] = lr * factor
+    waiting = following()
+    whole_lr = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, lr in zip(optimizer.param_groups, whole_lr, strict=True):
+            group["lr"] = lr * lr_factor(step)
         seen, actions, windows = waiting
         drawn += batch
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):

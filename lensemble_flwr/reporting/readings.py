@@ -7,9 +7,8 @@ column. The marks of the start and of the final model come from probes fitted al
 from __future__ import annotations
 
 import base64
+import io
 import math
-import struct
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -187,15 +186,11 @@ def _data_uri(picture: NDArray[np.uint8]) -> str:
 
 def png(picture: NDArray[np.uint8]) -> bytes:
     """(H, W, 3) uint8 as a PNG file."""
-    height, width = picture.shape[:2]
+    from matplotlib.image import imsave
 
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    rows = b"".join(b"\0" + row.tobytes() for row in picture)  # 0: no filter
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+    buffer = io.BytesIO()
+    imsave(buffer, picture, format="png")
+    return buffer.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------ figures

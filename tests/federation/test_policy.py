@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lensemble_flwr.config import load_config
 from lensemble_flwr.errors import ConfigError, PolicyViolation
 from lensemble_flwr.federation.plan import make_plan, round_open
-from lensemble_flwr.federation.policy import RULES, Policy, load_policy, save_policy
+from lensemble_flwr.federation.policy import RULES, Policy, load_policy, save_policy, simulated_policy
 from lensemble_flwr.federation.records import RoundOpen
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.federation.yaml_text import format_yaml, parse_yaml
@@ -184,3 +184,8 @@ SCALARS = st.one_of(
 def test_what_is_formatted_is_read_back(tree: dict[str, Any]) -> None:
     if tree:
         assert parse_yaml(format_yaml(tree, {})) == tree
+
+
+def test_a_simulated_site_bounds_no_size_of_a_run() -> None:
+    config = load_config("experiment=linear diloco.inner_steps=200000 diloco.rounds=20000")
+    assert not list(simulated_policy(config).run_violations(config, []))

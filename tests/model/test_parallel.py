@@ -25,6 +25,7 @@ from lensemble_flwr.model import (
     preset,
 )
 from lensemble_flwr.model import parallel as parallel_module
+from lensemble_flwr.model.inner import unscaled
 from lensemble_flwr.model.parallel import run_parallel
 from lensemble_flwr.model.sigreg import sigreg
 from lensemble_flwr.model.team import Team
@@ -35,7 +36,7 @@ DATA = blobs(CONTINUOUS, 4, 40, 0.02)
 
 
 def trained(
-    spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = False, data: Any = DATA, factors: Any = None
+    spec: InnerSpec, steps: int = 2, sig: float = 0.3, norm: bool = False, data: Any = DATA, factor: Any = unscaled
 ) -> InnerResult:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -58,15 +59,15 @@ def trained(
         spec=spec,
         objective=Objective(ObjectiveSpec(lambda_sig=sig, lambda_anc=0.2), anchor),
         sketch_seed=5,
-        lr_factors=factors,
+        lr_factor=factor,
         landmarks=landmarks if norm else None,
     )
 
 
 def test_two_processes_make_the_update_of_one() -> None:
     """An odd batch, so that their parts differ in size; all terms of the loss, landmark norm and action head, too."""
-    one = trained(SGD, norm=True, factors=(0.5, 1.0))
-    two = trained(dataclasses.replace(SGD, parallel=2), norm=True, factors=(0.5, 1.0))
+    one = trained(SGD, norm=True, factor=(0.5, 1.0).__getitem__)
+    two = trained(dataclasses.replace(SGD, parallel=2), norm=True, factor=(0.5, 1.0).__getitem__)
     assert np.abs(one.theta - two.theta).max() < 1e-5
     for name, value in one.state.head.items():
         assert (value - two.state.head[name]).abs().max() < 1e-5

@@ -124,7 +124,7 @@ def test_png_is_a_png() -> None:
 
     picture = from_json(to_json(made(), 1))[0].pictures
     assert picture is not None
-    assert np.array_equal(np.asarray(Image.open(BytesIO(png(picture[0])))), picture[0])
+    assert np.array_equal(np.asarray(Image.open(BytesIO(png(picture[0]))).convert("RGB")), picture[0])
 
 
 def test_a_name_that_no_font_knows(own: Own) -> None:
