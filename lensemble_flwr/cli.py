@@ -405,7 +405,9 @@ def _make_folder(folder: Path) -> None:
 def _folder_of_run(name: str, file: str) -> Path:
     folder = Path(name).expanduser().absolute()
     if not (folder / file).is_file():
-        raise ConfigError(f"There is no run in {folder} (no {file}).", "Name the folder that lensemble run printed.")
+        from lensemble_flwr.federation.run_folder import no_run
+
+        raise no_run(folder)
     return folder
 
 

@@ -176,8 +176,9 @@ class Preflight:
                 "WARNING: two participants: each sees the other's update, hidden only by the other's own noise."
             )
         lines.append(
-            f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; memory about "
-            f"{_bytes(self.memory_bytes)}; the whole run about {_duration(self.seconds)} ({self.seconds_source})"
+            f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; a participant "
+            f"needs about {_bytes(self.memory_bytes)} of memory; the whole run about {_duration(self.seconds)} "
+            f"({self.seconds_source})"
         )
         if config.secagg.verify_sum:
             lines.append(f"that a model is what the sum gives is checked by {sum_checked_by(config)}")

@@ -15,7 +15,7 @@ from lensemble_flwr.config import load_config
 from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ArtifactError, ConfigError, LaunchError
 from lensemble_flwr.federation.manifest import COMPLETED, read_manifest
-from lensemble_flwr.federation.run_folder import RunFolder
+from lensemble_flwr.federation.run_folder import RunFolder, no_run
 from lensemble_flwr.reporting.wording import clean
 
 LOGS = ("coordinator.log", "flower.log")
@@ -106,7 +106,7 @@ def read_status(folder: Path, now: float) -> Status:
     logs = tuple(path for name in LOGS if (path := folder / name).is_file())
     if not (folder / "federation.json").is_file():
         if not logs:
-            raise ConfigError(f"There is no run in {folder}.", "Name the folder that lensemble run printed.")
+            raise no_run(folder)
         if _held(folder / "flower.log"):  # lensemble run is at work and Flower has not come that far
             return Status("running", 0, [], None, 0.0)
         return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs, False)
@@ -215,7 +215,8 @@ def status_command(argv: Sequence[str]) -> int:
     parser.add_argument("--coordinator", type=Path, metavar="DIR", help="list the sites of this coordinator, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for monitoring")
     options = parser.parse_args(list(argv))
-    status = read_status((options.folder or _newest()).expanduser().absolute(), time.time())
+    folder = (options.folder or _newest()).expanduser().absolute()
+    status = read_status(folder, time.time())
     sites, silent = None, ""
     if options.coordinator:
         try:
@@ -228,6 +229,7 @@ def status_command(argv: Sequence[str]) -> int:
         print(
             json.dumps(
                 {
+                    "run": str(folder),
                     "state": status.state,
                     "healthy": healthy,
                     "rounds": len(status.rounds),
@@ -243,6 +245,7 @@ def status_command(argv: Sequence[str]) -> int:
             )
         )
     else:
+        print(clean(f"run: {folder}"))
         print(status.text(datetime.now()))
         for name, state in sites or ():
             print(clean(f"site {name}: {state}"))

@@ -70,6 +70,17 @@ class StoredSum:
         return hashlib.sha256(self.digest() + self.attempt.to_bytes(4, "big") + self.tag.to_bytes(8, "big")).digest()
 
 
+def no_run(path: Path) -> ConfigError:
+    """The error of a folder that is not a run's."""
+    if (path / "sweep.json").is_file():
+        point = next((f"{path / p.name}" for p in sorted(path.iterdir()) if p.is_dir()), f"{path}/POINT")
+        return ConfigError(
+            f"{path} is a sweep, a folder of runs.",
+            f"Name one of its runs, as {point}. The command that began the sweep goes on with it.",
+        )
+    return ConfigError(f"There is no run in {path}.", "Name the folder that lensemble run printed.")
+
+
 class RunFolder:
     """One run's output folder; holds a lock while a coordinator works in it."""
 
@@ -119,7 +130,7 @@ class RunFolder:
         """
         folder = cls(path)
         if not (path / "federation.json").is_file():
-            raise ConfigError(f"There is no run in {path}.", "Give --resume the output folder of an earlier run.")
+            raise no_run(path)
         if config_hash is not None and folder.federation["config_hash"] != config_hash.hex():
             raise ConfigError(
                 f"The run in {path} was started with another configuration.",

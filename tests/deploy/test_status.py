@@ -109,7 +109,7 @@ def test_a_run_that_ended_with_an_error_says_why_and_where(run: Path, capsys: py
     (run / "coordinator.log").write_text("")
     assert main(["status", str(run)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("ROUND: 0 of 3 rounds\nwhy: [ROUND] 3 participants refused to join (POLICY)")
+    assert text.startswith(f"run: {run}\nROUND: 0 of 3 rounds\nwhy: [ROUND] 3 participants refused to join (POLICY)")
     assert f"log: {run / 'coordinator.log'}" in text
     assert "lensemble run --resume" in text
     assert main(["status", str(run), "--json"]) == 1
@@ -160,7 +160,7 @@ def test_nothing_that_is_shown_acts_on_the_terminal(run: Path, capsys: pytest.Ca
         RunFolder(run).log("error", {"code": text, "text": text})
         assert main(["status", str(run)]) == 1
         shown = capsys.readouterr().out
-        assert shown.startswith("a\N{REPLACEMENT CHARACTER}")
+        assert shown.splitlines()[1].startswith("a\N{REPLACEMENT CHARACTER}")
         assert "why: a\N{REPLACEMENT CHARACTER}" in shown
         assert main(["status", str(run), "--json"]) == 1
         assert json.loads(capsys.readouterr().out)["error"] == text
@@ -217,7 +217,7 @@ def test_a_run_whose_server_app_never_began(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "flower.log").write_text("flwr run: no space left\n")
     assert main(["status", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("not started\n")
+    assert text.startswith(f"run: {tmp_path}\nnot started\n")
     assert f"log: {tmp_path / 'flower.log'}" in text
     assert "start it again" in text
     with open(tmp_path / "flower.log") as handle:  # as lensemble run holds it while it is at work
@@ -231,6 +231,22 @@ def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["status", str(tmp_path)]) == 2
 
 
+def test_the_run_is_named_and_a_sweep_is_no_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "newest").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.startswith(f"run: {tmp_path / 'outputs' / 'newest'}\n")
+    sweep = tmp_path / "sweep"
+    (sweep / "p0123456789ab").mkdir(parents=True)
+    (sweep / "sweep.json").touch()
+    for words in (["status", str(sweep)], ["run", "--resume", str(sweep)], ["report", str(sweep)]):
+        assert main(words) == 2
+        assert f"as {sweep}/p0123456789ab." in capsys.readouterr().err
+
+
 def test_a_superlink_that_is_down_hides_nothing_else(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,7 +254,7 @@ def test_a_superlink_that_is_down_hides_nothing_else(
     create_coordinator(folder, "lab", ["127.0.0.1"], 1)
     assert main(["status", str(run), "--coordinator", str(folder)]) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith("completed: 2 of 2 rounds") or "rounds" in shown.splitlines()[0]
+    assert shown.splitlines()[1].startswith("completed: 3 of 3 rounds")
     assert "sites: not known. The SuperLink at 127.0.0.1:1 does not answer: Connection refused." in shown
     assert main(["status", str(run), "--coordinator", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
