@@ -1,4 +1,4 @@
-"""Reading what left a site, and looking for private values in it."""
+"""Reading what left a site: its updates, to hold its ledger against, and private values, that nothing may hold."""
 
 from __future__ import annotations
 
@@ -11,31 +11,44 @@ from typing import Any
 
 import numpy as np
 
+from lensemble_flwr.federation.records import RoundOpen
+
+BINDING = slice(2, 34)
+"""Where a message of secure aggregation names what it belongs to: T0 before there is a roster, T1 after."""
+
 BLOCK = 16
 """Private arrays are looked for in blocks of this many bytes: whatever holds 31 bytes of them in a row holds one."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request of a SuperNode."""
+    """One HTTP request of a SuperNode, and the body of what it was answered."""
 
     path: str
     head: bytes
     body: bytes
+    answer: bytes = b""
 
 
-def requests(stream: bytes) -> Iterator[Request]:
-    """The HTTP/1.1 requests of one connection; one that was cut off at the end is left out.
+def requests(up: bytes, down: bytes = b"") -> Iterator[Request]:
+    """The HTTP/1.1 requests of one connection, and their answers; one that was cut off at the end is left out.
 
     Raises:
         ValueError: something else stands there, so that not all of it would be judged.
     """
+    answers = _http(down)
+    for words, head, body in _http(up):
+        yield Request(words[1].decode(), head, body, next(answers, ([], b"", b""))[2])
+
+
+def _http(stream: bytes) -> Iterator[tuple[list[bytes], bytes, bytes]]:
+    """(words of the first line, head, body) of each whole request or response."""
     while stream:
         head, end, rest = stream.partition(b"\r\n\r\n")
         if not end:
             return
         words = head.split(b"\r\n")[0].split(b" ")
-        if len(words) != 3 or words[2] != b"HTTP/1.1":
+        if len(words) < 3 or b"HTTP/1.1" not in (words[0], words[2]):
             raise ValueError(f"no request: {head[:80]!r}")
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
         if b"transfer-encoding" in fields or b"content-encoding" in fields:
@@ -43,13 +56,84 @@ def requests(stream: bytes) -> Iterator[Request]:
         length = int(fields.get(b"content-length", b"0"))
         if len(rest) < length:
             return
-        yield Request(words[1].decode(), head, rest[:length])
+        yield words, head, rest[:length]
         stream = rest[length:]
 
 
 def sent(folder: Path) -> list[Request]:
     """All requests of a site, connection by connection."""
-    return [request for path in sorted(folder.glob("up-*")) for request in requests(path.read_bytes())]
+    connections = [(path, path.with_name(path.name.replace("up", "down"))) for path in sorted(folder.glob("up-*"))]
+    read = ((up.read_bytes(), down.read_bytes() if down.exists() else b"") for up, down in connections)
+    return [request for up, down in read for request in requests(up, down)]
+
+
+def objects(stream: list[Request]) -> dict[str, bytes]:
+    """What a site put into the SuperLink's object store, by content hash."""
+    from flwr.proto.message_pb2 import PushObjectRequest
+
+    pushed = [PushObjectRequest.FromString(r.body) for r in stream if r.path.endswith("/push-object")]
+    return {p.object_id: p.object_content for p in pushed}
+
+
+def tree_ids(tree: Any) -> list[str]:
+    return [tree.object_id, *(name for child in tree.children for name in tree_ids(child))]
+
+
+def updates(stream: list[Request]) -> set[tuple[bytes, int]]:
+    """(federation id, round) of every masked update that a site sent.
+
+    From one message to the next by what binds them: the update names the same T1 as the site's shares, these answered a
+    roster with the same T0 as the site's keys, and these answered a RoundOpen.
+    """
+    asked, opened, rosters, named = _asked(stream), {}, {}, set()
+    for kind, question, said in _replies(stream):
+        if kind == "query.open_round":
+            opened[said[BINDING]] = RoundOpen.decode(asked[question])
+        elif kind == "query.share_keys":
+            rosters[said[BINDING]] = asked[question][BINDING]
+        elif kind == "train.masked_update":
+            named.add(said[BINDING])
+    rounds = (opened[rosters[t1]] for t1 in named)
+    return {(one.federation_id, one.round) for one in rounds}
+
+
+def _asked(stream: list[Request]) -> dict[str, bytes]:
+    """Bodies of the messages that a site was sent, by message id."""
+    from flwr.proto.fleet_pb2 import PullMessagesResponse
+    from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+
+    store, found = {}, {}
+    for request in stream:
+        if request.path.endswith("/pull-object"):
+            content = PullObjectResponse.FromString(request.answer).object_content
+            store[PullObjectRequest.FromString(request.body).object_id] = content
+    for request in stream:
+        if request.path.endswith("/pull-messages"):
+            pulled = PullMessagesResponse.FromString(request.answer)
+            for message, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
+                found[message.metadata.message_id] = _body(tree, store)
+    return found
+
+
+def _replies(stream: list[Request]) -> Iterator[tuple[str, str, bytes]]:
+    """(type, id of what is answered, body) of each reply of a site that is no refusal."""
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+
+    store = objects(stream)
+    for request in stream:
+        if request.path.endswith("/push-messages"):
+            pushed = PushMessagesRequest.FromString(request.body)
+            for message, tree in zip(pushed.messages_list, pushed.message_object_trees, strict=True):
+                if body := _body(tree, store):
+                    yield message.metadata.message_type, message.metadata.reply_to_message_id, body
+
+
+def _body(tree: Any, store: dict[str, bytes]) -> bytes:
+    for name in tree_ids(tree):
+        kind, value = flower_object(store.get(name, b""))
+        if kind == "ConfigRecord" and "body" in value:
+            return bytes(value["body"])
+    return b""
 
 
 def flower_object(content: bytes) -> tuple[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.deployment import OVERRIDES, script, staged
+from tests.deploy.deployment import OVERRIDES, script, staged, through_relays
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m,mode=700", "tmpfs", str(small)], check=True)
             mounted = True
         made.set_up(OVERRIDES, budget=1000)
+        made.captures = folder / "captures"
+        through_relays(made, made.captures)
         made.start_superlink()
         made.register()
         for site in made.sites:

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tests.deploy import capture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +80,18 @@ PATIENCE = script().PATIENCE
 OVERRIDES = [*script().run_overrides(4, "linear", 3), f"federation.timeout_s={120 * PATIENCE:g}"]
 
 
+def through_relays(deployment: Any, folder: Path) -> None:
+    """Let every site reach the SuperLink through a relay of its own, which keeps each byte in ``folder``/SITE."""
+    co = deployment.coordinator
+    for number, site in enumerate(deployment.sites):
+        (folder / site.name).mkdir(parents=True)
+        listen = f"{co.address}:{8100 + number if deployment.network else script().free_port()}"
+        relay = Path(capture.__file__).with_name("relay.py")
+        words = [sys.executable, relay, listen, deployment.address, co.folder, folder / site.name]
+        co.start([str(word) for word in words], "relay.log")
+        site.lensemble("site", "connect", site.folder, listen, co.folder / "ca.crt")
+
+
 class Federation:
     """One run on a deployment: its process on the coordinator's machine, its folder."""
 
@@ -129,6 +143,11 @@ class Federation:
 
         wait(there, timeout_s, stage)
 
+    def sent(self, site: Any) -> set[int]:
+        """Rounds of this federation whose update left the site, as its relay saw it."""
+        left = capture.updates(capture.sent(self.deployment.captures / site.name))
+        return {index for federation, index in left if federation == self.federation_id()}
+
     def states(self, site: Any) -> dict[int, str]:
         """State of each round of this federation in a site's ledger."""
         ledger_class = script().PrivacyLedger
@@ -172,18 +191,23 @@ def server_apps(deployment: Any) -> list[int]:
     return found
 
 
-def assert_consistent(federation: Federation) -> None:
+def assert_consistent(federation: Federation, disturbed: Collection[Any] = ()) -> None:
     """Every round is whole: who is in its sum was charged for it; nothing is left open.
 
     But for the last round of a site that died in it and was in no later one: only a record of that very round, or a
     later round that it is in, tells a site that nobody will try it again. It is spent all the same.
+
+    What a site was charged for is what left it. One that was ``disturbed`` may have been charged for an update that it
+    then could not send: never the other way.
     """
     for record in federation.rounds():
         assert record["outcome"] in ("committed", "burnt")
         charged = [s for s in federation.deployment.sites if record["round"] in federation.states(s)]
         assert len(charged) >= record["participants"]
     for site in federation.deployment.sites:
-        states = federation.states(site)
+        states, sent = federation.states(site), federation.sent(site)
         opened = {index for index, state in states.items() if state in ("reserved", "encoded")}
         last = max(states, default=-1)
         assert opened <= ({last} if last < len(federation.rounds()) - 1 else set()), site.name
+        assert sent <= set(states), site.name
+        assert site in disturbed or sent == set(states), site.name

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sqlite3
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.site import Site
 from tests.deploy import capture
 from tests.deploy.capture import Request
-from tests.deploy.deployment import Federation, script, staged, wait
+from tests.deploy.deployment import Federation, script, staged, through_relays, wait
 
 MARK = "PRIVATE-WITNESS-7f3a"
 
@@ -113,6 +112,8 @@ def test_a_planted_value_is_found() -> None:
 def test_requests_are_read_whole_or_not_at_all() -> None:
     one = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
     assert [r.body for r in capture.requests(one + one + one[:-1])] == [b"abc", b"abc"]
+    answers = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 404 Not Found\r\n\r\n"
+    assert [r.answer for r in capture.requests(one * 3, answers)] == [b"ab", b"", b""]
     with pytest.raises(ValueError, match="no request"):
         list(capture.requests(one + b"something else\r\n\r\n"))
     with pytest.raises(ValueError, match="plain"):
@@ -153,21 +154,15 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Captured]:
     overrides = [*script().run_overrides(3, "world", 1), "secagg.pinned=true"]
     app = staged(folder / "app", WITNESS)
     made = script().Deployment(folder / "machines", 3, namespaces=os.geteuid() == 0, app=app)
-    co = made.coordinator
     try:
         made.set_up(overrides, budget=1000, pinned=True)
-        for number, site in enumerate(made.sites):
-            (folder / site.name).mkdir()
-            listen = f"{co.address}:{8100 + number if made.network else script().free_port()}"
-            program = [sys.executable, Path(capture.__file__).with_name("relay.py"), listen, made.address]
-            co.start([*map(str, program), str(co.folder), str(folder / site.name)], "relay.log")
-            site.lensemble("site", "connect", site.folder, listen, co.folder / "ca.crt")
+        through_relays(made, folder)
         made.start_superlink()
         made.register()
         for site in made.sites:
             made.start_site(site)
         made.wait_for_sites()
-        watch = Watch(co.folder / "state.db")
+        watch = Watch(made.coordinator.folder / "state.db")
         thread = threading.Thread(target=watch.run)
         thread.start()
         federation = Federation(made, overrides, folder / "run")
@@ -190,18 +185,6 @@ def everything(streams: list[Request]) -> bytes:
     return b"\n".join(r.path.encode() + r.head + r.body for r in streams)
 
 
-def objects(streams: list[Request]) -> dict[str, bytes]:
-    """What a site put into the SuperLink's object store, by content hash."""
-    from flwr.proto.message_pb2 import PushObjectRequest
-
-    pushed = [PushObjectRequest.FromString(r.body) for r in streams if r.path.endswith("/push-object")]
-    return {p.object_id: p.object_content for p in pushed}
-
-
-def tree_ids(tree: Any) -> list[str]:
-    return [tree.object_id, *(name for child in tree.children for name in tree_ids(child))]
-
-
 @pytest.mark.runtime
 @pytest.mark.slow
 def test_every_message_is_one_of_the_table_and_has_its_size(captured: Captured) -> None:
@@ -211,14 +194,14 @@ def test_every_message_is_one_of_the_table_and_has_its_size(captured: Captured) 
     for site in captured.deployment.sites:
         streams = captured.streams[site.name]
         assert {r.path.removeprefix("/v1/fleet/") for r in streams} <= PATHS
-        store, seen = objects(streams), []
+        store, seen = capture.objects(streams), []
         used: set[str] = set()
         for request in streams:
             if not request.path.endswith("/push-messages"):
                 continue
             pushed = PushMessagesRequest.FromString(request.body)
             for message, tree in zip(pushed.messages_list, pushed.message_object_trees, strict=True):
-                stage, names = message.metadata.message_type, tree_ids(tree)
+                stage, names = message.metadata.message_type, capture.tree_ids(tree)
                 used.update(names)
                 assert not message.HasField("error")
                 assert not message.content.ByteSize()
@@ -294,7 +277,7 @@ def test_no_private_value_key_or_log_line_is_in_it(captured: Captured) -> None:
 def test_the_database_of_the_superlink_holds_what_the_sites_and_the_coordinator_sent_and_no_more(
     captured: Captured,
 ) -> None:
-    from_sites = {name: c for streams in captured.streams.values() for name, c in objects(streams).items()}
+    from_sites = {name: c for streams in captured.streams.values() for name, c in capture.objects(streams).items()}
     kept = [name for name in from_sites if name in captured.stored]
     assert len(kept) > len(from_sites) / 2  # it was looked at often enough to see most of them before they went
     kinds = {capture.flower_object(content)[0] for content in captured.stored.values()}
