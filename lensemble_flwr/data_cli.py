@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lensemble_flwr.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, ConfigError, DataError
+from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError, DataError
 
 
 def data_command(argv: Sequence[str]) -> int:
@@ -49,8 +49,8 @@ def _inspect(argv: Sequence[str]) -> int:
     try:
         detect(path, spec)
     except DataError as error:
-        print(f"{error.message}\n{error.remediation}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        said = error.message[:1].upper() + error.message[1:]
+        raise ConfigError(said, error.remediation) from error
     try:
         found = inspect(path, spec, arguments.sample, _progress("reading episodes"), arguments.sheet is not None)
     except DataError as error:

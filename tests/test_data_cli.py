@@ -84,7 +84,7 @@ def test_choices_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["/nowhere"], "there are no recordings"),
+        (["/nowhere"], "There are no recordings"),
         (["PATH", "frameskip"], "not KEY=VALUE"),
         (["PATH", "speed=3"], "'speed' is unknown"),
         (["PATH", "frameskip=[1"], "not understood"),

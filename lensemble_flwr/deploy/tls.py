@@ -127,8 +127,12 @@ def read_authority(path: Path) -> x509.Certificate:
     try:
         (certificate,) = x509.load_pem_x509_certificates(path.read_bytes())
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (OSError, ValueError, x509.ExtensionNotFound) as error:
-        raise ConfigError(f"{path} does not hold one CA certificate: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.", "Ask the coordinator for its ca.crt.") from error
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(
+            f"{path} does not hold one CA certificate: {error}.", "Ask the coordinator for its ca.crt."
+        ) from error
     if not constraints.ca:
         raise ConfigError(f"{path} holds a certificate that is no authority.", "Ask the coordinator for its ca.crt.")
     return certificate

@@ -101,6 +101,8 @@ def test_a_server_certificate_is_no_authority(pki: Path) -> None:
     (pki / "two.crt").write_bytes((pki / "ca.crt").read_bytes() * 2)
     with pytest.raises(ConfigError, match="one CA"):
         read_authority(pki / "two.crt")
+    with pytest.raises(ConfigError, match=r"no\.crt cannot be read: No such file or directory\. Ask the coordinator"):
+        read_authority(pki / "no.crt")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "lab.example.org:8000", "-a", "300.1.1.1", "a..b", "x" * 300, "*.a.org"])
