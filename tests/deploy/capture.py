@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.records import RoundOpen
 
 BINDING = slice(2, 34)
@@ -92,7 +93,7 @@ def updates(stream: list[Request]) -> set[tuple[bytes, int]]:
         elif kind == "query.share_keys":
             rosters[said[BINDING]] = asked[question][BINDING]
         elif kind == "train.masked_update":
-            named.add(said[BINDING])
+            named.add(said[HASH_BYTES:][BINDING])  # the root of the site's recordings comes first
     rounds = (opened[rosters[t1]] for t1 in named)
     return {(one.federation_id, one.round) for one in rounds}
 
