@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from hashlib import shake_256
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from lensemble_flwr.privacy import mechanism
 from lensemble_flwr.privacy.noise import RoundedGaussian
+from scripts.loading import load
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "audit_privacy"
 SMALL = ["--releases", "600", "--epsilons", "4", "--dimension", "20", "--crowd", "60"]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("audit_privacy_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("audit_privacy_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["audit_privacy_script"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load("audit_privacy")
 
 
 @pytest.fixture(autouse=True)

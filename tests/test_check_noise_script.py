@@ -5,13 +5,9 @@ Draws come from fixed replay seeds, so nothing here can flake.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
-import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -19,21 +15,15 @@ import pytest
 from scipy import special
 
 from lensemble_flwr.privacy.noise import ReplayEntropy, RoundedGaussian
+from scripts.loading import load
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_noise"
 STD = 2.0**36.4
 DRAWS = 2_000_000
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("check_noise_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("check_noise_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_noise_script"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load("check_noise")
 
 
 def seeded(std: float = STD, change: Callable[[np.ndarray], None] = lambda values: None) -> Callable[..., None]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +12,8 @@ import torch
 
 from lensemble_flwr.data.lander import CONTINUOUS, LanderSpec, Shard, _Craft, world_of
 from lensemble_flwr.model.planning import CEM
+from scripts.loading import load
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SMALL = (
     "model=tiny",
     "federation.participants=3",
@@ -34,13 +31,7 @@ SMALL = (
 
 
 def script(name: str) -> ModuleType:
-    loader = SourceFileLoader(f"{name}_script", str(SCRIPTS / name))
-    spec = importlib.util.spec_from_loader(f"{name}_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[f"{name}_script"] = module
-    loader.exec_module(module)
-    return module
+    return load(name)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lensemble_flwr.config import load_config
+from scripts.loading import load
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "questions"
 SMALL = (
     "model.width=16",
     "model.latent_dim=4",
@@ -32,13 +28,8 @@ SMALL = (
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("LENSEMBLE_HOME", str(tmp_path / "home"))
-    loader = SourceFileLoader("questions_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("questions_script", loader)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules["questions_script"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    module.BASE = (*module.BASE, *SMALL)
+    module = load("questions")
+    monkeypatch.setattr(module, "BASE", (*module.BASE, *SMALL))
     return module
 
 

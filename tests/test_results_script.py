@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "results"
+from scripts.loading import load
+
 SMALL = (
     "model=tiny",
     "federation.participants=3",
@@ -34,13 +32,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("results_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("results_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["results_script"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module
+    return load("results")
 
 
 @pytest.fixture(scope="module", autouse=True)

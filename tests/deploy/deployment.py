@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,11 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from scripts.loading import load
 from tests.deploy import capture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,17 +41,9 @@ hang_at("unmask", "unmask")
 '''
 
 
-def script() -> ModuleType:
+def script() -> Any:
     """scripts/two_sites as a module."""
-    if "two_sites_script" in sys.modules:
-        return sys.modules["two_sites_script"]
-    loader = SourceFileLoader("two_sites_script", str(ROOT / "scripts" / "two_sites"))
-    spec = importlib.util.spec_from_loader("two_sites_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["two_sites_script"] = module
-    loader.exec_module(module)
-    return module
+    return load("two_sites")
 
 
 def staged(target: Path, code: str = HANG) -> Path:

@@ -1,11 +1,13 @@
-"""Which Python a script of this folder runs in: the project's environment, whatever `python3` is on the machine."""
+"""How a script of this folder is loaded: by `python3`, in the project's environment; by other code, as a module."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,3 +37,19 @@ def enter(needs: str = "flwr", install: str = "scripts/install") -> None:
         os.execv(python, [str(python), *sys.argv])  # noqa: S606
     if not has_it:
         sys.exit(f"error: run {install} first")
+
+
+def load(name: str) -> Any:
+    """The script ``name`` as a module; its ``main`` is not run. It is loaded once: ``sys.modules`` has it after."""
+    module_name = f"{name}_script"
+    if module_name not in sys.modules:
+        loader = SourceFileLoader(module_name, str(ROOT / "scripts" / name))
+        spec = importlib.util.spec_from_loader(module_name, loader)
+        assert spec is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    return sys.modules[module_name]

@@ -1,4 +1,4 @@
-"""scripts/environment: a script runs with what the project pinned, whatever the machine's python3 has installed."""
+"""scripts/loading: a script runs with what the project pinned, whatever the machine's python3 has installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import environment
+from scripts import loading
 
 
 class Restarted(Exception):
@@ -19,7 +19,7 @@ class Restarted(Exception):
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script of this folder has been started; the project has an environment. Its Python."""
-    script = environment.ROOT / "scripts" / "bench_secagg"
+    script = loading.ROOT / "scripts" / "bench_secagg"
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", [str(script), "--ring", "24"])
     python = tmp_path / "project" / "bin" / "python"
@@ -42,36 +42,46 @@ def runs_in(monkeypatch: pytest.MonkeyPatch, prefix: str, base: str) -> None:
 def test_the_systems_python_gives_way_even_if_it_has_everything(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_in(monkeypatch, "/usr", "/usr")
     with pytest.raises(Restarted) as caught:
-        environment.enter("json")
+        loading.enter("json")
     assert caught.value.args == (str(started), str(started), *sys.argv)
 
 
 def test_an_environment_without_the_module_gives_way(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_in(monkeypatch, "/home/somebody/env", "/usr")
     with pytest.raises(Restarted):
-        environment.enter("no_such_module")
+        loading.enter("no_such_module")
 
 
 def test_an_environment_that_somebody_chose_stays(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_in(monkeypatch, "/home/somebody/env", "/usr")
-    environment.enter("json")
+    loading.enter("json")
 
 
 def test_it_is_not_started_for_ever(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_in(monkeypatch, str(started.parent.parent), "/usr")
     with pytest.raises(SystemExit, match="run scripts/install --dev first"):
-        environment.enter("no_such_module", "scripts/install --dev")
+        loading.enter("no_such_module", "scripts/install --dev")
 
 
 def test_without_an_environment_of_the_projects(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started.unlink()
     runs_in(monkeypatch, "/usr", "/usr")
-    environment.enter("json")
+    loading.enter("json")
     with pytest.raises(SystemExit, match="run scripts/install first"):
-        environment.enter("no_such_module")
+        loading.enter("no_such_module")
 
 
 def test_an_imported_script_starts_nothing(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="/usr/bin/pytest"))  # type: ignore[arg-type]
     runs_in(monkeypatch, "/usr", "/usr")
-    environment.enter("no_such_module")
+    loading.enter("no_such_module")
+
+
+def test_a_script_is_loaded_once_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    script = loading.load("attack_secagg")
+    assert callable(script.main)
+    assert loading.load("attack_secagg") is script
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(FileNotFoundError):
+        loading.load("no_such_script")
+    assert "no_such_script_script" not in sys.modules
