@@ -23,7 +23,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request of a SuperNode, and the body of what it was answered."""
+    """One HTTP request of a SuperNode, and the body of what it was answered; nothing if that was an error."""
 
     path: str
     head: bytes
@@ -37,9 +37,9 @@ def requests(up: bytes, down: bytes = b"") -> Iterator[Request]:
     Raises:
         ValueError: something else stands there, so that not all of it would be judged.
     """
-    answers = _http(down)
+    answers = (body if words[1] == b"200" else b"" for words, _, body in _http(down))
     for words, head, body in _http(up):
-        yield Request(words[1].decode(), head, body, next(answers, ([], b"", b""))[2])
+        yield Request(words[1].decode(), head, body, next(answers, b""))
 
 
 def _http(stream: bytes) -> Iterator[tuple[list[bytes], bytes, bytes]]:

@@ -112,7 +112,7 @@ def test_a_planted_value_is_found() -> None:
 def test_requests_are_read_whole_or_not_at_all() -> None:
     one = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
     assert [r.body for r in capture.requests(one + one + one[:-1])] == [b"abc", b"abc"]
-    answers = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 404 Not Found\r\n\r\n"
+    answers = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nabHTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno"
     assert [r.answer for r in capture.requests(one * 3, answers)] == [b"ab", b"", b""]
     with pytest.raises(ValueError, match="no request"):
         list(capture.requests(one + b"something else\r\n\r\n"))
