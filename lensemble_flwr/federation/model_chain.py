@@ -180,14 +180,17 @@ class ModelChain:
             if told.theta_hash != pending.theta_hash:
                 self._forged(f"round {told.round} was not committed and yet changed the model")
             self.site.drop_pending(self.fid)
-            return told
-        if pending.survivors and set(pending.survivors) != set(told.survivors):
-            self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
+            stays = self._name()[1] == (pending.theta_hash, pending.momentum_hash)
+            return told if stays else None  # its model was lost since, as after a restore from a backup
         if not len(set(told.survivors)) == len(told.survivors) <= pending.roster_size:
             self._forged(f"the sum of round {told.round} names a survivor twice, or more than there are members")
         if self.site.identity not in told.survivors:
+            # Its vector did not arrive, in the attempt that gave the sum: that is the others', and so is its check. The
+            # survivors that it may have been shown are those of a void attempt.
             self.site.drop_pending(self.fid)
-            return None  # its vector did not arrive: the sum is the others', and so is its check
+            return None
+        if pending.survivors and set(pending.survivors) != set(told.survivors):
+            self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
         if opening is None or opening.round != pending.round or packed is None:
             raise SecureAggregationError(
                 f"Round {told.round} was committed and its sum is withheld from this member.",

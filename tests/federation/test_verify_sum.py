@@ -729,6 +729,51 @@ def test_a_site_that_lost_its_models_takes_the_others_word(tmp_path: Path) -> No
     assert events(run.transport.members[NODE]).count("sum_verified") == 3
 
 
+def test_one_that_signed_a_void_attempt_and_missed_the_next_accuses_nobody(tmp_path: Path) -> None:
+    """It was shown survivors, itself among them, whose sum never was opened; another attempt gave the round's sum."""
+    run = federation(tmp_path, "diloco.rounds=3 secagg.consistency=true")
+    silenced: list[int] = []
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        if stage == Stage.AGREE and node > NODE and len(silenced) < 2:  # two of four signed: the attempt is void
+            silenced.append(node)
+            return None
+        return reply
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        return not (stage == Stage.TRAIN and node == NODE and len(silenced) == 2 and not run.rounds()) and None
+
+    run.transport.before, run.transport.after = before, after
+    run.start()
+    assert [(r["outcome"], r["attempt"], r["participants"]) for r in run.rounds()] == [
+        ("committed", 2, 3),
+        ("committed", 1, 4),
+        ("committed", 1, 4),
+    ]
+    assert not causes(run)
+    assert events(run.transport.members[NODE]).count("sum_verified") == 2
+
+
+def test_one_that_lost_its_models_in_a_burnt_round_accuses_nobody(tmp_path: Path) -> None:
+    run = federation(tmp_path, "diloco.rounds=3")
+
+    def lose(name: str, fields: dict[str, Any]) -> None:
+        if name == "asked" and len(run.rounds()) == 1:
+            next((run.transport.members[NODE].site.folder / "sums").glob("*.state")).unlink()
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        return None if stage == Stage.UNMASK and len(run.rounds()) == 1 else reply
+
+    run.on_event, run.transport.after = lose, after
+    run.start()
+    assert [(r["outcome"], r["participants"]) for r in run.rounds()] == [
+        ("committed", 4),
+        ("burnt", 0),
+        ("committed", 4),
+    ]
+    assert not causes(run)
+
+
 def run_once() -> Callable[[], bool]:
     done: list[int] = []
     return lambda: not done and not done.append(1)  # type: ignore[func-returns-value]
