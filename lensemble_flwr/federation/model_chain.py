@@ -97,6 +97,8 @@ class ModelChain:
         begins = _begins(opened)
         if _hashes(self.task, state) != begins[1]:
             raise refused("The model is not the one that the round was opened with.", Refusal.HASH_MISMATCH)
+        if begins[0] <= self._name()[0]:  # a session of before: this site has gone on since
+            raise refused("The round begins with an older model than this site's own.", Refusal.STALE)
         self._save(state, begins)
         return state[0]
 

@@ -253,9 +253,13 @@ class SiteParticipant:
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
+        self._refuse_if_ended(opened)  # before anybody trains for it
+
+    def _refuse_if_ended(self, opened: RoundOpen) -> None:
         closed = self.site.last_closed(opened.federation_id)
-        if closed is not None and closed[0] >= opened.round:  # before anybody trains for it
-            raise refused(f"Round {opened.round} ended before.", Refusal.STALE)
+        ended = closed is not None and closed[0] >= opened.round
+        if ended or self.site.over(opened.federation_id, opened.round):
+            raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
 
     def _check_numbers(self, opened: RoundOpen) -> None:
         """Noise, bound, ring and thresholds are those that this participant computes from the configuration itself."""
@@ -676,6 +680,5 @@ class SiteParticipant:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error
         if opened.verify_sum:
             self._chain(opened.federation_id).require_trust()
-        if self.site.over(opened.federation_id, opened.round):  # Flower handed out an older state
-            raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
+        self._refuse_if_ended(opened)  # Flower handed out an older state
         return opened, attempt, session

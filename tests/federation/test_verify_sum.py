@@ -774,6 +774,42 @@ def test_one_that_lost_its_models_in_a_burnt_round_accuses_nobody(tmp_path: Path
     assert not causes(run)
 
 
+def test_a_session_of_a_round_that_ended_brings_no_older_model_back(tmp_path: Path) -> None:
+    """Node 101 dealt shares in round 1 and never trained for it. Its Flower state of then comes back in round 2."""
+    run = federation(tmp_path, "diloco.rounds=3")
+    kept: dict[str, Any] = {}
+    seen: list[Any] = []
+
+    def head() -> bytes | None:
+        assert run.folder is not None
+        return run.transport.members[NODE].site.chain_head(run.folder.federation_id)
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        if stage != Stage.TRAIN or node != NODE:
+            return None
+        if len(run.rounds()) == 1:
+            assert run.folder is not None
+            old = run.folder.load_checkpoint(1)
+            theta = np.concatenate([old.parameters[p.name].reshape(-1) for p in run.task.layout])
+            kept.update(memory=dict(run.transport.members[NODE].memory))
+            kept.update(fields={**fields, VECTOR: pack_state(theta, old.momentum)})
+            return False
+        if len(run.rounds()) == 2:
+            run.transport.deliver(Stage.TRAIN, NODE, fields)
+            memory, current = run.transport.members[NODE].memory, head()
+            memory.clear()
+            memory.update(kept["memory"])
+            reply = run.transport.deliver(Stage.TRAIN, NODE, kept["fields"])
+            seen.extend((reply.refusal, head() == current))
+            return False
+        return None
+
+    run.transport.before = before
+    run.start()
+    assert [r["participants"] for r in run.rounds()] == [4, 3, 3]
+    assert seen == [Refusal.STALE, True]
+
+
 def run_once() -> Callable[[], bool]:
     done: list[int] = []
     return lambda: not done and not done.append(1)  # type: ignore[func-returns-value]
