@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import PART_BYTES, to_record
-from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
+from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, VECTOR, Refusal, Stage
 from strategies import SecureDiLoCo
 from strategies.grid_transport import HELD_BYTES, GridTransport, parse_reply, read_vector
 
@@ -86,7 +86,15 @@ def test_a_fake_grid_is_no_simulation() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {BODY: "text"}, {BODY: 3}, {REFUSAL: 99}, {REFUSAL: "BUDGET"}, {REFUSAL: 0}],
+    [
+        {},
+        {BODY: "text"},
+        {BODY: 3},
+        {REFUSAL: 99},
+        {REFUSAL: "BUDGET"},
+        {REFUSAL: 0},
+        {BODY: bytes(MAX_BODY_BYTES + 1)},
+    ],
 )
 def test_what_is_no_reply(fields: dict[str, Any]) -> None:
     assert parse_reply(RecordDict({FIELDS: ConfigRecord(fields)})) is None
