@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import PART_BYTES, to_record
-from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, VECTOR, Refusal, Stage
+from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
 from strategies import SecureDiLoCo
 from strategies.grid_transport import HELD_BYTES, GridTransport, parse_reply, read_vector
 
@@ -93,7 +93,7 @@ def test_a_fake_grid_is_no_simulation() -> None:
         {REFUSAL: 99},
         {REFUSAL: "BUDGET"},
         {REFUSAL: 0},
-        {BODY: bytes(MAX_BODY_BYTES + 1)},
+        {BODY: b"1" * 2_000_000},
     ],
 )
 def test_what_is_no_reply(fields: dict[str, Any]) -> None:
