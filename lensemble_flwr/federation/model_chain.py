@@ -154,6 +154,8 @@ class ModelChain:
             told = self._follow(pending, closed, opening, packed)
             if told is not None and told.round == closed.round and self._name()[1][0] != closed.theta_hash:
                 self._forged(f"the federation does not end with the model that round {told.round} gave")
+            if told is None and pending.round < closed.round:
+                self.site.drop_pending(self.fid)  # its sum will not be shown any more
         name = self._name()
         state = self._load(name) if name[1][0] == closed.theta_hash else None
         if state is not None:

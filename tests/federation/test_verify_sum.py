@@ -810,6 +810,20 @@ def test_a_session_of_a_round_that_ended_brings_no_older_model_back(tmp_path: Pa
     assert seen == [Refusal.STALE, True]
 
 
+def test_the_key_of_a_sum_that_is_never_shown_is_forgotten_in_the_end(tmp_path: Path) -> None:
+    """It is in the sum of round 0, and away until the federation has ended: what it is sent then is of round 2."""
+    run = federation(tmp_path, "diloco.rounds=3")
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        return False if node == NODE and run.rounds() and stage != Stage.CLOSE else None
+
+    run.transport.before = before
+    run.start()
+    assert [r["participants"] for r in run.rounds()] == [4, 3, 3]
+    assert ".pending" not in sums(run.transport.members[NODE])
+    assert ".unverified" in models(run.transport.members[NODE])[0].name
+
+
 def run_once() -> Callable[[], bool]:
     done: list[int] = []
     return lambda: not done and not done.append(1)  # type: ignore[func-returns-value]
