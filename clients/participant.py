@@ -21,7 +21,7 @@ _RECORD = "lensemble"
 
 
 class ContextMemory(MutableMapping[str, bytes]):
-    """The part of Context.state that is ours: byte strings by name, under 64 KiB in all."""
+    """The part of Context.state that is ours: byte strings by name, about 100 bytes a member in all."""
 
     def __init__(self, context: Context) -> None:
         if _RECORD not in context.state.config_records:

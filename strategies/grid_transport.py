@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import from_record, to_record
 from lensemble_flwr.federation.coordinator import Reply
-from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal
+from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, VECTOR, Refusal
 
 HELD_BYTES = 1 << 26
 """Replies are pulled together while their vectors are no more than this."""
@@ -112,7 +112,7 @@ def parse_reply(content: RecordDict, max_bytes: int = 0) -> Reply | None:
         code = fields[REFUSAL]
         return Reply(refusal=Refusal(code)) if type(code) is int and code in tuple(Refusal) else None
     body = fields.get(BODY)
-    if not isinstance(body, bytes):
+    if not isinstance(body, bytes) or len(body) > MAX_BODY_BYTES:
         return None
     return Reply(body=body, vector=read_vector(content, max_bytes))
 

@@ -16,7 +16,7 @@ from lensemble_flwr.federation.wire import (
     CLOSES,
     ENVELOPES,
     KEYS,
-    MAX_REQUEST_BYTES,
+    MAX_BODY_BYTES,
     NEXT,
     OPENING,
     Expected,
@@ -83,19 +83,19 @@ def handle(
         attempt = fields.get(ATTEMPT)
         if type(attempt) is not int or not 0 < attempt < 2**32:
             raise refused("The attempt is not a number.", Refusal.PROTOCOL)
-        body, closes = (one_body(fields, name, MAX_REQUEST_BYTES) for name in (BODY, CLOSES))
+        body, closes = (one_body(fields, name, MAX_BODY_BYTES) for name in (BODY, CLOSES))
         _say_which(RoundOpen.decode(body))
         if stage == Stage.OPEN:
-            opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
+            opening = one_body(fields, OPENING, MAX_BODY_BYTES) if OPENING in fields else b""
             reply, keys = participant.open_round(body, attempt, closes, opening, vector), b""
         else:
-            keys = one_body(fields, KEYS, MAX_REQUEST_BYTES)
+            keys = one_body(fields, KEYS, MAX_BODY_BYTES)
             reply = participant.open_and_share(body, attempt, closes, keys)
         return reply, expected_reply(stage, keys, participant.public_round())
     if stage == Stage.TRAIN:
-        reply = (train or participant.masked_update)(vector, one_body(fields, ENVELOPES, MAX_REQUEST_BYTES))
+        reply = (train or participant.masked_update)(vector, one_body(fields, ENVELOPES, MAX_BODY_BYTES))
         return reply, expected_reply(stage, b"", opened)
-    body = one_body(fields, BODY, MAX_REQUEST_BYTES)
+    body = one_body(fields, BODY, MAX_BODY_BYTES)
     if stage == Stage.JOIN:
         _say_which(JoinRequest.decode(body))
         return participant.join(body), expected_reply(stage, b"", None)
@@ -110,6 +110,6 @@ def handle(
         return participant.unmask(body, bool(ahead)), expected_reply(stage, envelopes, opened, with_keys=bool(ahead))
     if stage == Stage.CLOSE:
         _say_which(RoundClose.decode(body))
-        opening = one_body(fields, OPENING, MAX_REQUEST_BYTES) if OPENING in fields else b""
+        opening = one_body(fields, OPENING, MAX_BODY_BYTES) if OPENING in fields else b""
         return participant.close_round(body, vector, opening), expected_reply(stage, b"", None)
     raise refused(f"There is no message {stage!r}.", Refusal.PROTOCOL)

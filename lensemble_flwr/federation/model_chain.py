@@ -97,6 +97,8 @@ class ModelChain:
         begins = _begins(opened)
         if _hashes(self.task, state) != begins[1]:
             raise refused("The model is not the one that the round was opened with.", Refusal.HASH_MISMATCH)
+        if begins[0] <= self._name()[0]:  # a session of before: this site has gone on since
+            raise refused("The round begins with an older model than this site's own.", Refusal.STALE)
         self._save(state, begins)
         return state[0]
 
@@ -152,6 +154,8 @@ class ModelChain:
             told = self._follow(pending, closed, opening, packed)
             if told is not None and told.round == closed.round and self._name()[1][0] != closed.theta_hash:
                 self._forged(f"the federation does not end with the model that round {told.round} gave")
+            if told is None and pending.round < closed.round:
+                self.site.drop_pending(self.fid)  # its sum will not be shown any more
         name = self._name()
         state = self._load(name) if name[1][0] == closed.theta_hash else None
         if state is not None:
@@ -180,14 +184,17 @@ class ModelChain:
             if told.theta_hash != pending.theta_hash:
                 self._forged(f"round {told.round} was not committed and yet changed the model")
             self.site.drop_pending(self.fid)
-            return told
-        if pending.survivors and set(pending.survivors) != set(told.survivors):
-            self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
+            stays = self._name()[1] == (pending.theta_hash, pending.momentum_hash)
+            return told if stays else None  # its model was lost since, as after a restore from a backup
         if not len(set(told.survivors)) == len(told.survivors) <= pending.roster_size:
             self._forged(f"the sum of round {told.round} names a survivor twice, or more than there are members")
         if self.site.identity not in told.survivors:
+            # Its vector did not arrive, in the attempt that gave the sum: that is the others', and so is its check. The
+            # survivors that it may have been shown are those of a void attempt.
             self.site.drop_pending(self.fid)
-            return None  # its vector did not arrive: the sum is the others', and so is its check
+            return None
+        if pending.survivors and set(pending.survivors) != set(told.survivors):
+            self._forged(f"the sum of round {told.round} names other survivors than this member was shown")
         if opening is None or opening.round != pending.round or packed is None:
             raise SecureAggregationError(
                 f"Round {told.round} was committed and its sum is withheld from this member.",

@@ -215,6 +215,7 @@ class SiteParticipant:
                 vouches = self._chain(opened.federation_id).vouches(opened, closed, told, packed_sum)
             self._check_parent(opened, closed)
             self._settle(ledger, opened.federation_id, opened.round, closed)
+            self._forget_session(opened.federation_id, opened.round)
             entry = ledger.state(opened.federation_id, opened.round)
             if entry.state == "reserved":
                 # The process died between reserving and writing the update: spent, and never drawn again.
@@ -252,6 +253,13 @@ class SiteParticipant:
         self._check_numbers(opened)
         if self.site.answered(opened.federation_id, opened.round):
             raise refused(f"Round {opened.round} was already answered.", Refusal.STALE)
+        self._refuse_if_ended(opened)  # before anybody trains for it
+
+    def _refuse_if_ended(self, opened: RoundOpen) -> None:
+        closed = self.site.last_closed(opened.federation_id)
+        ended = closed is not None and closed[0] >= opened.round
+        if ended or self.site.over(opened.federation_id, opened.round):
+            raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
 
     def _check_numbers(self, opened: RoundOpen) -> None:
         """Noise, bound, ring and thresholds are those that this participant computes from the configuration itself."""
@@ -459,8 +467,16 @@ class SiteParticipant:
         return delta, result.state
 
     def _forfeit(self, ledger: PrivacyLedger, federation_id: bytes, index: int, why: str) -> None:
-        ledger.forfeit(federation_id, index, why)
         self.site.discard_staged_state(federation_id, index)
+        self._retire(federation_id, index)
+        ledger.forfeit(federation_id, index, why)
+
+    def _retire(self, federation_id: bytes, index: int) -> None:
+        """No session of this round goes on, and its update is deleted. The ledger is told after it: who dies in between
+        finds the round open, and does it again.
+
+        Over first: the marks of the session states that were left go with the update.
+        """
         self.site.end_round(federation_id, index)
         self.site.delete_release(federation_id, index)
 
@@ -541,6 +557,7 @@ class SiteParticipant:
         """
         closed = RoundClose.decode(body)
         fid = closed.federation_id
+        self._forget_session(fid, closed.round)
         if theta is not None:
             self.check_run()
             _ = self.task.dimension  # built before the ledger is held: that takes seconds
@@ -618,9 +635,8 @@ class SiteParticipant:
                 if entry.open_hash != closed.open_hash:
                     raise refused("The record closes another round than the one answered here.", Refusal.HASH_MISMATCH)
                 outcome = Outcome(closed.outcome)
+            self._retire(fid, index)
             ledger.close(fid, index, outcome.name.lower())
-            self.site.end_round(fid, index)
-            self.site.delete_release(fid, index)
         if closed is not None:
             self.site.note_closed(fid, closed.round, closed.theta_hash)
 
@@ -632,8 +648,8 @@ class SiteParticipant:
         """
         for index in ledger.open_rounds(fid):
             if index < before and self.site.answered(fid, index):
+                self._retire(fid, index)
                 ledger.close(fid, index, Outcome.BURNT.name.lower())
-                self.site.delete_release(fid, index)
 
     # ------------------------------------------------------------------ memory between stages
 
@@ -641,6 +657,13 @@ class SiteParticipant:
         self.memory[_OPEN] = opened.encode()
         self.memory[_ATTEMPT] = attempt.to_bytes(4, "big")
         self.memory[_SESSION] = session.to_bytes()
+
+    def _forget_session(self, federation_id: bytes, before: int) -> None:
+        """The secrets of a round below ``before`` are of no use any more, also to a site that goes no further."""
+        held = self.public_round()
+        if held is not None and held.federation_id == federation_id and held.round < before:
+            for name in (_OPEN, _ATTEMPT, _KEYS, _SESSION, ENVELOPES):
+                self.memory.pop(name, None)
 
     def public_round(self) -> RoundOpen | None:
         """The RoundOpen that this participant holds open, or None. Public."""
@@ -657,6 +680,5 @@ class SiteParticipant:
             raise refused("There is no open round here.", Refusal.PROTOCOL) from error
         if opened.verify_sum:
             self._chain(opened.federation_id).require_trust()
-        if self.site.over(opened.federation_id, opened.round):  # Flower handed out an older state
-            raise refused(f"Round {opened.round} is over for this participant.", Refusal.STALE)
+        self._refuse_if_ended(opened)  # Flower handed out an older state
         return opened, attempt, session

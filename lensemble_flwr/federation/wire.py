@@ -30,8 +30,8 @@ from lensemble_flwr.federation.records import PROTOCOL_VERSION, JoinReply, Round
 from lensemble_flwr.secagg import RingParams
 from lensemble_flwr.secagg import wire as secagg_wire
 
-MAX_REQUEST_BYTES = 4096 + 256 * MAX_ROSTER
-"""No body that a participant is sent is longer: envelopes, signed keys, signatures are at most 128 bytes a member."""
+MAX_BODY_BYTES = 4096 + 256 * MAX_ROSTER
+"""No body is longer, whoever sends it: envelopes, signed keys and signatures are at most 129 bytes a member."""
 
 
 class Refusal(IntEnum):

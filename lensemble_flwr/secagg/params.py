@@ -36,13 +36,15 @@ class SessionParams:
         roster: 32-byte identities (Ed25519 public keys), sorted, fixed for the round. A position counts from 1 and is a
             member's share point.
         threshold: t, the shares that reconstruct a secret. t > (n + k)/2, so that a lying coordinator and k colluders
-            cannot collect t shares of both secrets of one member from disjoint sets of honest members.
+            cannot collect t shares of both secrets of one member from disjoint sets of honest members, nor find t
+            signers for two views.
         min_survivors: m, the fewest vectors a revealed sum may have. At least 3 and at least k + 2, since k colluders
             subtract their own; 2 only for two participants who agreed to it, and then nothing is hidden from the peer.
         ring: the arithmetic, of the same roster size.
         colluders: k >= 1, members that may pool their views with the coordinator.
         allow_two_party: explicit consent to a roster of two.
-        consistency: whether members compare their views, by signatures of at least t of them, before they reveal.
+        consistency: whether members compare their views, by signatures of at least t of them, before they reveal;
+            without it a coordinator that lies can open one member's vector.
         verify: whether members share a key with which they verify the sum that is published, see :mod:`.projection`.
         keys_binding: what KEYS are signed for, 32 bytes, where members made them before the RoundOpen was known; None:
             they are signed for T0. Everything after KEYS is bound to T0 and T1 either way.

@@ -30,8 +30,11 @@ Why it holds, against a coordinator and k members that pool their views with it:
 * A dropout's vector, should it arrive late, keeps its self mask, since only its s is revealed.
 * Nobody's b and s are both revealed: a member answers once, and works out the dropouts itself. Should the coordinator
   show different members different sets, it needs t shares of both secrets from disjoint sets of honest members, and
-  t > (n + k)/2 leaves too few. With the consistency stage it does not get as far: of two views at most one finds t
-  signers, by the same count, and nobody answers for the other.
+  t > (n + k)/2 leaves too few.
+* With the consistency stage at most one view of U2 and U3 is answered: of two at most one finds t signers, by the same
+  count. What opens then is the sum over all honest members of its U3. Without the stage a coordinator that lies can
+  show one member a small U2 and the others different U3, and learn its seed and the mask keys of all its peers, which
+  open its vector (docs/secure-aggregation.md, section 1): claim nothing against such a coordinator there.
 * Keys are fresh in each attempt and salted with the whole transcript: what is revealed in one attempt opens no other,
   and members that were shown different models, parameters or rosters cannot open each other's envelopes. They find
   out before anything masked has left.

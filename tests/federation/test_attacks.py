@@ -362,6 +362,79 @@ def test_secrets_are_gone_once_a_round_is_closed(tmp_path: Path) -> None:
     assert releases(federation) == []
 
 
+def test_killed_while_a_round_is_settled_its_update_is_deleted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = Federation(tmp_path, "diloco.rounds=2")
+    deaths: list[int] = []
+    end_round = Site.end_round
+
+    def die_once(self: Site, federation_id: bytes, index: int) -> None:
+        if not deaths and self.folder == site_of(federation).folder:
+            deaths.append(index)
+            raise Killed
+        end_round(self, federation_id, index)
+
+    monkeypatch.setattr(Site, "end_round", die_once)
+    with pytest.raises(Killed):
+        federation.start()
+    federation.resume()
+    assert deaths == [0]
+    assert releases(federation) == []
+    assert federation.ledger_rounds() == [2] * 4
+
+
+@pytest.mark.parametrize("how", ["missed", "refused"])
+def test_secrets_of_a_round_do_not_outlive_it_at_a_site_that_goes_no_further(tmp_path: Path, how: str) -> None:
+    """Masked in round 0, asked nothing more in it; it misses or refuses all rounds after, then hears of the last."""
+    federation = Federation(tmp_path, "diloco.rounds=2")
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        if node != NODE:
+            return None
+        if stage == Stage.OPEN and federation.rounds() and how == "refused":
+            policy = dataclasses.replace(site_of(federation).policy, max_inner_steps=1)
+            save_policy(site_of(federation).folder / "policy.json", policy)
+        dropped = stage == Stage.UNMASK or (stage == Stage.OPEN and federation.rounds() and how == "missed")
+        return False if dropped else None
+
+    federation.transport.before = before
+    federation.start()
+    assert [r["participants"] for r in federation.rounds()] == [4, 3]
+    assert federation.transport.members[NODE].memory == {}
+
+
+def test_secrets_of_a_round_go_when_the_next_is_entered_and_refused(tmp_path: Path) -> None:
+    """A spent budget is found after the round before is settled: nothing of that one is of use any more."""
+    federation = Federation(tmp_path, "diloco.rounds=2 privacy.on_exhausted=leave")
+    seen: list[Any] = []
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        if stage == Stage.UNMASK and node == NODE:
+            return False
+        if stage == Stage.OPEN and node == NODE and federation.rounds():
+            policy = site_of(federation).policy
+            poor = dataclasses.replace(policy, max_epsilon_local=1e-3, delta=1e-9)
+            save_policy(site_of(federation).folder / "policy.json", poor)
+        return None
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        if stage == Stage.OPEN and node == NODE and federation.rounds():
+            seen.extend((reply.refusal, dict(federation.transport.members[NODE].memory)))
+        return reply
+
+    federation.transport.before, federation.transport.after = before, after
+    federation.start()
+    assert seen == [Refusal.BUDGET, {}]
+
+
+def test_a_round_before_the_last_one_that_ended_is_not_opened(tmp_path: Path) -> None:
+    """A site that trained for it would find out only then; nothing of a training is charged, so it could go on."""
+    federation, federation_id = joined(tmp_path)
+    site_of(federation).note_closed(federation_id, 1, bytes(32))
+    assert asked_to_open(federation, federation_id, 4) == Refusal.STALE
+
+
 def test_a_forfeited_update_is_deleted(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "diloco.rounds=1")
     seen: list[Any] = []

@@ -626,6 +626,28 @@ def test_a_round_that_is_over_is_never_signed_again(tmp_path: Path) -> None:
         stale().unmask(kept["body"])
 
 
+def test_a_round_that_a_later_close_settled_is_never_signed_again(tmp_path: Path) -> None:
+    """Which states were left is forgotten with a round, so that it is over must be on the disk before."""
+    federation = pinned(tmp_path)
+    kept: dict[str, Any] = {}
+
+    def before(stage: str, node: int, fields: Any) -> Any:
+        if stage == Stage.AGREE and node == NODE:
+            other = without_one(fields["body"], federation, 103)
+            kept.update(memory=dict(federation.transport.members[node].memory), body=other)
+        return None if stage != Stage.CLOSE or node != NODE else False
+
+    federation.transport.before = before
+    federation.start()
+    fid = federation.folder.federation_id  # type: ignore[union-attr]
+    later = RoundClose(fid, 7, int(Outcome.BURNT), bytes(32), bytes(32), bytes(32), ())
+    assert federation.transport.deliver(Stage.CLOSE, NODE, {"body": later.encode()}).refusal is None
+    memory = federation.transport.members[NODE].memory
+    memory.clear()
+    memory.update(kept["memory"])
+    assert federation.transport.deliver(Stage.AGREE, NODE, {"body": kept["body"]}).refusal == Refusal.STALE
+
+
 def test_who_is_not_pinned_does_not_stop_the_others(tmp_path: Path) -> None:
     """A connected stranger would be refused by every site in every round: the coordinator leaves it out."""
     federation = pinned(tmp_path, "federation.participants=4 federation.min_participants=3 diloco.rounds=1")

@@ -729,6 +729,101 @@ def test_a_site_that_lost_its_models_takes_the_others_word(tmp_path: Path) -> No
     assert events(run.transport.members[NODE]).count("sum_verified") == 3
 
 
+def test_one_that_signed_a_void_attempt_and_missed_the_next_accuses_nobody(tmp_path: Path) -> None:
+    """It was shown survivors, itself among them, whose sum never was opened; another attempt gave the round's sum."""
+    run = federation(tmp_path, "diloco.rounds=3 secagg.consistency=true")
+    silenced: list[int] = []
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        if stage == Stage.AGREE and node > NODE and len(silenced) < 2:  # two of four signed: the attempt is void
+            silenced.append(node)
+            return None
+        return reply
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        return not (stage == Stage.TRAIN and node == NODE and len(silenced) == 2 and not run.rounds()) and None
+
+    run.transport.before, run.transport.after = before, after
+    run.start()
+    assert [(r["outcome"], r["attempt"], r["participants"]) for r in run.rounds()] == [
+        ("committed", 2, 3),
+        ("committed", 1, 4),
+        ("committed", 1, 4),
+    ]
+    assert not causes(run)
+    assert events(run.transport.members[NODE]).count("sum_verified") == 2
+
+
+def test_one_that_lost_its_models_in_a_burnt_round_accuses_nobody(tmp_path: Path) -> None:
+    run = federation(tmp_path, "diloco.rounds=3")
+
+    def lose(name: str, fields: dict[str, Any]) -> None:
+        if name == "asked" and len(run.rounds()) == 1:
+            next((run.transport.members[NODE].site.folder / "sums").glob("*.state")).unlink()
+
+    def after(stage: str, node: int, reply: Reply) -> Reply | None:
+        return None if stage == Stage.UNMASK and len(run.rounds()) == 1 else reply
+
+    run.on_event, run.transport.after = lose, after
+    run.start()
+    assert [(r["outcome"], r["participants"]) for r in run.rounds()] == [
+        ("committed", 4),
+        ("burnt", 0),
+        ("committed", 4),
+    ]
+    assert not causes(run)
+
+
+def test_a_session_of_a_round_that_ended_brings_no_older_model_back(tmp_path: Path) -> None:
+    """Node 101 dealt shares in round 1 and never trained for it. Its Flower state of then comes back in round 2."""
+    run = federation(tmp_path, "diloco.rounds=3")
+    kept: dict[str, Any] = {}
+    seen: list[Any] = []
+
+    def head() -> bytes | None:
+        assert run.folder is not None
+        return run.transport.members[NODE].site.chain_head(run.folder.federation_id)
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        if stage != Stage.TRAIN or node != NODE:
+            return None
+        if len(run.rounds()) == 1:
+            assert run.folder is not None
+            old = run.folder.load_checkpoint(1)
+            theta = np.concatenate([old.parameters[p.name].reshape(-1) for p in run.task.layout])
+            kept.update(memory=dict(run.transport.members[NODE].memory))
+            kept.update(fields={**fields, VECTOR: pack_state(theta, old.momentum)})
+            return False
+        if len(run.rounds()) == 2:
+            run.transport.deliver(Stage.TRAIN, NODE, fields)
+            memory, current = run.transport.members[NODE].memory, head()
+            memory.clear()
+            memory.update(kept["memory"])
+            reply = run.transport.deliver(Stage.TRAIN, NODE, kept["fields"])
+            seen.extend((reply.refusal, head() == current))
+            return False
+        return None
+
+    run.transport.before = before
+    run.start()
+    assert [r["participants"] for r in run.rounds()] == [4, 3, 3]
+    assert seen == [Refusal.STALE, True]
+
+
+def test_the_key_of_a_sum_that_is_never_shown_is_forgotten_in_the_end(tmp_path: Path) -> None:
+    """It is in the sum of round 0, and away until the federation has ended: what it is sent then is of round 2."""
+    run = federation(tmp_path, "diloco.rounds=3")
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        return False if node == NODE and run.rounds() and stage != Stage.CLOSE else None
+
+    run.transport.before = before
+    run.start()
+    assert [r["participants"] for r in run.rounds()] == [4, 3, 3]
+    assert ".pending" not in sums(run.transport.members[NODE])
+    assert ".unverified" in models(run.transport.members[NODE])[0].name
+
+
 def run_once() -> Callable[[], bool]:
     done: list[int] = []
     return lambda: not done and not done.append(1)  # type: ignore[func-returns-value]

@@ -10,6 +10,8 @@ After every step:
 * a member deals, masks and signs once in an attempt, however often its state is put back;
 * nobody's mask key and self-mask seed have both been revealed often enough to be known, colluders' shares included;
 * secrets of one attempt at most are known, so that no two sums of the same payloads can be subtracted;
+* with the consistency stage what is known opens no sum of fewer than max(t, m) - k honest members (without it a
+  coordinator that lies can open a single update: test_signatures.py);
 * whatever the honest coordinator that listens in obtains is the exact sum over its U3, and where sums are verified
   every member of U3 can verify it;
 * every refusal is a SecureAggregationError.
@@ -22,7 +24,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,6 +52,27 @@ INHERITED = ("threshold", "min_survivors", "consistency", "verify")
 KINDS = ("keys", "shares", "masked", "agree", "reveal")
 
 
+def opened_sums(u2: Mapping[int, AbstractSet[int]], seeds: AbstractSet[int], keys: AbstractSet[int]) -> list[set[int]]:
+    """The smallest sets of honest members of whose vectors nothing hides the sum.
+
+    Args:
+        u2: honest members that masked, each with the honest members among those it shares a mask with.
+        seeds, keys: honest members whose self-mask seed and whose mask key are known.
+    """
+    found: list[set[int]] = []
+    for first in set(u2) & seeds:
+        group: set[int] = set()
+        todo = {first}
+        while todo:
+            member = todo.pop()
+            group.add(member)
+            todo |= u2.get(member, set()) - keys - group  # what is masked with each of these, too
+        cancels = group <= set(u2) & seeds and all(i in u2[j] for i in group for j in u2[i] & group)
+        if cancels and group not in found:
+            found.append(group)
+    return found
+
+
 class Attempt:
     """One attempt: everybody's session, an honest coordinator, and all that the lying one has seen."""
 
@@ -63,6 +87,7 @@ class Attempt:
         self.t1: dict[int, bytes] = {}
         # owner -> kind -> honest revealers
         self.revealed: dict[int, dict[str, set[int]]] = {i: {"seed": set(), "key": set()} for i in range(params.n)}
+        self.u2: dict[int, frozenset[int]] = {}
         self.opened: np.ndarray | None = None
 
 
@@ -119,6 +144,7 @@ class Coordinator(RuleBasedStateMachine):
                 client.check_envelopes(message)
                 self.once(client)
                 a.vectors[i] = client.masked(message, self.q[i])
+                a.u2[i] = frozenset(j - 1 for j in client._state.shares)
                 if a.params.verify:
                     a.sum_keys[i] = client.sum_key()
                 reply = client.masked_message()
@@ -375,6 +401,18 @@ class Coordinator(RuleBasedStateMachine):
                     known_in.add(index)
         assert len(known_in) <= 1
         assert sum(a.opened is not None for a in self.attempts) <= 1
+
+    @precondition(lambda self: hasattr(self, "attempts") and self.params.consistency)
+    @invariant()
+    def what_is_known_opens_a_sum_of_enough(self) -> None:
+        k, honest = len(self.colluders), set(range(self.params.n)) - self.colluders
+        for a in self.attempts:
+            seeds, keys = (
+                {i for i in honest if len(a.revealed[i][kind]) + k >= self.params.threshold} for kind in ("seed", "key")
+            )
+            masked = {i: set(u2 & honest - {i}) for i, u2 in a.u2.items() if i in honest}
+            for group in opened_sums(masked, seeds, keys):
+                assert len(group) >= max(self.params.threshold, self.params.min_survivors) - k, (group, masked)
 
     def teardown(self) -> None:
         if not hasattr(self, "attempts"):

@@ -10,11 +10,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from lensemble_flwr.errors import SecureAggregationError
-from lensemble_flwr.secagg import ClientSession, Stage, agreement, signing, transcript, wire
+from lensemble_flwr.secagg import ClientSession, Stage, agreement, masking, shamir, signing, transcript, wire
 from lensemble_flwr.secagg.ring import SEGMENT, RingParams, to_wire
 from lensemble_flwr.secagg.roots import vector_root
 from lensemble_flwr.secagg.signing import weak
 from tests.secagg.driver import Drbg, Round, make_params, payloads, refused, sign, signed
+from tests.secagg.machine import opened_sums
 
 HEADER = wire.HEADER_BYTES
 EVERY_STAGE = ("keys", "shares", "masked", "agree", "reveal")
@@ -196,6 +197,61 @@ def test_weak_identities_are_no_identities():
     forged = identity_point + bytes(32)  # R = 0, S = 0
     Ed25519PublicKey.from_public_bytes(identity_point).verify(forged, b"whatever")  # what the check is for
     assert not signing.holds(forged, Stage.KEYS, bytes(32), identity_point)
+
+
+# --- what the stage is for
+
+
+@pytest.mark.parametrize("consistency", [False, True])
+def test_without_the_stage_split_sets_open_one_update_and_with_it_nobody_answers(consistency):
+    """Nobody's two secrets are both known, and yet: one member's seed, and the mask keys of all that it masked with.
+
+    Member 0 is shown a U2 of itself, members 1 and 2, and the colluders 5 and 6. Each other member is shown a U3 of t
+    that leaves 1 or 2 out, but never 0. Of five honest members none gives more than one share of an owner.
+    """
+    params = make_params(7, k=2, consistency=consistency)
+    assert (params.threshold, params.min_survivors) == (5, 4)
+    q, session = payloads(params), Round.begin(params)
+    private = {i: bytes(session.clients[i]._state.s_private) for i in (5, 6)}
+    session.keys()
+    session.shares()
+    server, t1 = session.server, session.server._t1
+    u2 = {i: {0, 1, 2, 5, 6} if i == 0 else set(range(7)) for i in range(7)}
+    for i, client in session.clients.items():
+        members = wire.pack_members([j + 1 for j in u2[i]], 7)
+        sealed = (server._envelopes[j + 1][i + 1] for j in sorted(u2[i] - {i}))
+        session.vectors[i] = client.masked(wire.pack(Stage.ENVELOPES, t1, members, *sealed), q[i])
+        server._roots[i + 1] = client._state.root
+    held = {i: {j - 1: bytes(pair) for j, pair in session.clients[i]._state.shares.items()} for i in range(7)}
+    u3 = {0: u2[0], 1: u2[1] - {2}, 2: u2[2] - {1}, 3: u2[3] - {1, 2}, 4: u2[4] - {1, 2}}
+    shown = {i: survivors(session, sorted(u3[i])) for i in u3}
+    if consistency:
+        signatures = {i: session.clients[i].agree(shown[i]) for i in u3}
+        for i in u3:
+            view = session.clients[i]._state.view
+            colluding = {j: sign(signing.statement(Stage.CONSISTENCY, t1, params.roster[j], view)) for j in (5, 6)}
+            offered = signatures | {j: bytes(HEADER) + signature for j, signature in colluding.items()}
+            with refused("bad_signature"):
+                session.clients[i].reveal(confirmed(session, {j: offered[j] for j in offered if j in u3[i]}))
+        return
+    revealed: dict[int, dict[str, set[int]]] = {i: {"seed": {5, 6}, "key": {5, 6}} for i in range(7)}
+    for i in u3:
+        session.clients[i].reveal(shown[i])
+        for j in u2[i]:
+            revealed[j]["seed" if j in u3[i] else "key"].add(i)
+    known = {kind: {j for j in u3 if len(revealed[j][kind]) >= 5} for kind in ("seed", "key")}
+    assert not known["seed"] & known["key"]
+    honest = {i: u2[i] & set(u3) - {i} for i in u3}
+    assert opened_sums(honest, known["seed"], known["key"]) == [{0}]
+
+    def secret(owner: int, kind: str) -> bytes:
+        at = slice(33) if kind == "seed" else slice(33, 66)
+        return shamir.combine({i + 1: held[i][owner][at] for i in sorted(revealed[owner][kind])[:5]})
+
+    private |= {j: secret(j, "key") for j in (1, 2)}
+    pairs = [server._pair_key(agreement.load(key), j + 1, 1) for j, key in private.items()]
+    minus = [agreement.self_mask_key(t1, secret(0, "seed")), *pairs]
+    assert np.array_equal(masking.unmask(session.vectors[0], params.ring, t1, [], minus, 1), q[0])
 
 
 # --- the consistency stage (13)

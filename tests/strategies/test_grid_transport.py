@@ -86,7 +86,15 @@ def test_a_fake_grid_is_no_simulation() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {BODY: "text"}, {BODY: 3}, {REFUSAL: 99}, {REFUSAL: "BUDGET"}, {REFUSAL: 0}],
+    [
+        {},
+        {BODY: "text"},
+        {BODY: 3},
+        {REFUSAL: 99},
+        {REFUSAL: "BUDGET"},
+        {REFUSAL: 0},
+        {BODY: b"1" * 2_000_000},
+    ],
 )
 def test_what_is_no_reply(fields: dict[str, Any]) -> None:
     assert parse_reply(RecordDict({FIELDS: ConfigRecord(fields)})) is None
