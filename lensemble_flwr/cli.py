@@ -244,6 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a defect
+            print(f"[{ArtifactError.code}] {error.filename}: {error.strerror}.", file=sys.stderr)
+            print("Check the path and its permissions, and which user runs this.", file=sys.stderr)
+            return EXIT_FAILURE
         return _unexpected(command, error)
 
 
