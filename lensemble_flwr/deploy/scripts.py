@@ -13,6 +13,18 @@ _QUIET = """export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DIS
 """
 
 
+JUDGE = "flwr-clientapp"
+TASK_PROGRAMS = (JUDGE, "flwr-agentapp", "flwr-serverapp", "flwr-simulation", "flwr-model", "flwr-connector")
+"""What Flower 1.42 starts for a task. Which one a SuperNode starts follows from the app that a submitter sent: one that
+names an ``agentapp`` is handed to ``flwr-agentapp``."""
+
+REFUSES = """#!/bin/sh
+# A site runs client apps alone, and those only after bin/flwr-clientapp has judged them.
+exit 1
+"""
+"""The site's own program in place of each of the others."""
+
+
 def _programs() -> str:
     return shlex.quote(str(Path(sys.executable).parent))
 
@@ -20,9 +32,9 @@ def _programs() -> str:
 def supernode_script(superlink: str, runtime_port: int) -> str:
     """``supernode.sh``: checks the site, then becomes Flower's SuperNode.
 
-    Flower starts ``flwr-clientapp`` by name, and where the first one on the PATH cannot be started (a first line that
-    names no program, a disk mounted noexec) the system takes the next. So the site's own, which judges the app before
-    it runs, is the only one that can be found.
+    Flower starts the programs of :data:`TASK_PROGRAMS` by name, and where the first one on the PATH cannot be started
+    (its first line names no program, its disk is mounted noexec) the system takes the next. So the site's own, which
+    judge the app or refuse it, are the only ones that can be found.
     """
     return f"""#!/bin/sh
 # Starts this site's SuperNode; written by `lensemble site init`, `site connect` and `site refresh`.
@@ -30,11 +42,15 @@ set -euf
 umask 077
 SITE=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 PROGRAMS={_programs()}
-# Flower finds its programs by name: no flwr-clientapp but the site's own, which judges every app, may be on the PATH.
+# Flower finds its programs by name, and the run says which one: only the site's own may be on the PATH.
 FOUND="$SITE/bin"
 IFS=:
 for FOLDER in $PATH; do
-    [ -z "$FOLDER" ] || [ -e "$FOLDER/flwr-clientapp" ] || FOUND="$FOUND:$FOLDER"
+    OWN=
+    for NAME in {" ".join(TASK_PROGRAMS)}; do
+        if [ -e "$FOLDER/$NAME" ]; then OWN=no; fi
+    done
+    if [ -n "$FOLDER" ] && [ -z "$OWN" ]; then FOUND="$FOUND:$FOLDER"; fi
 done
 unset IFS
 ln -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"

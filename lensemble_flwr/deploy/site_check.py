@@ -17,7 +17,8 @@ from lensemble_flwr.config import Config
 from lensemble_flwr.data.formats.spec import open_reader
 from lensemble_flwr.deploy.bundle import bundle_hash
 from lensemble_flwr.deploy.keys import check_owner, open_to_others, read_node_key
-from lensemble_flwr.deploy.site_folder import shim_text, start_script
+from lensemble_flwr.deploy.scripts import JUDGE
+from lensemble_flwr.deploy.site_folder import programs, start_script
 from lensemble_flwr.deploy.tls import days_left, fingerprint, read_authority, visit
 from lensemble_flwr.errors import LensembleError
 from lensemble_flwr.federation.plan import make_plan, opened_charge, round_open
@@ -202,11 +203,12 @@ def _forged(found: Findings, folder: Path) -> None:
 
 
 def _app(found: Findings, folder: Path, policy: Policy | None, settings: SiteSettings) -> None:
-    judge, script = folder / "bin" / "flwr-clientapp", folder / "supernode.sh"
-    if not judge.is_file() or judge.read_bytes() != shim_text().encode():
-        found.add(BAD, "app", f"{judge} is missing or is not this release's: lensemble site refresh {folder}")
-    elif why := _starts(judge):
-        found.add(BAD, "app", f"{judge} cannot be started ({why}), so no app can run")
+    judge, script = folder / "bin" / JUDGE, folder / "supernode.sh"
+    for path, text in ((folder / "bin" / name, text) for name, text in programs().items()):
+        if not path.is_file() or not os.access(path, os.X_OK) or path.read_bytes() != text.encode():
+            found.add(BAD, "app", f"{path} is missing or is not this release's: lensemble site refresh {folder}")
+        elif path == judge and (why := _starts(judge)):
+            found.add(BAD, "app", f"{judge} cannot be started ({why}), so no app can run")
     if not script.is_file() or script.read_bytes() != start_script(settings).encode():
         found.add(WARNING, "app", f"{script} is not what this release writes: lensemble site refresh {folder}")
     own = bundle_hash()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lensemble_flwr.deploy import shim
 from lensemble_flwr.deploy.keys import read_node_key, write_node_key
-from lensemble_flwr.deploy.scripts import own_user, supernode_script, systemd_unit
+from lensemble_flwr.deploy.scripts import JUDGE, REFUSES, TASK_PROGRAMS, own_user, supernode_script, systemd_unit
 from lensemble_flwr.deploy.tls import fingerprint, read_authority, split_address
 from lensemble_flwr.durable import atomic_write, file_errors, sync_folder
 from lensemble_flwr.errors import ConfigError
@@ -72,8 +72,15 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
 
 
 def write_shim(folder: Path) -> None:
-    """``bin/flwr-clientapp``: this Python, isolated from its environment, and the judge's own text."""
-    atomic_write(folder / "bin" / "flwr-clientapp", shim_text().encode(), mode=0o700)
+    """``bin/flwr-clientapp``: this Python, isolated from its environment, and the judge's own text; and beside it what
+    refuses all other kinds of apps."""
+    for name, text in programs().items():
+        atomic_write(folder / "bin" / name, text.encode(), mode=0o700)
+
+
+def programs() -> dict[str, str]:
+    """What the site's ``bin`` must hold, by name."""
+    return {name: shim_text() if name == JUDGE else REFUSES for name in TASK_PROGRAMS}
 
 
 def shim_text() -> str:

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
 from lensemble_flwr.cli import main
 from lensemble_flwr.deploy import site_check, site_cli, site_folder
 from lensemble_flwr.deploy.coordinator_folder import admit, create_coordinator
 from lensemble_flwr.deploy.keys import check_owner, check_public_key, read_node_key
-from lensemble_flwr.deploy.scripts import systemd_unit
+from lensemble_flwr.deploy.scripts import TASK_PROGRAMS, systemd_unit
 from lensemble_flwr.deploy.site_check import check_site
 from lensemble_flwr.deploy.site_folder import connect_site, create_site, write_shim
 from lensemble_flwr.errors import ConfigError
@@ -180,44 +181,61 @@ def test_an_environment_that_no_first_line_can_name(
         write_shim(tmp_path)
 
 
-@pytest.mark.parametrize("broken", ["first line", "not executable", "gone"])
-def test_no_other_client_app_program_is_started_in_place_of_the_judge(site: Site, tmp_path: Path, broken: str) -> None:
-    """Flower looks for it by name, and execvp(3) goes on along the PATH where one cannot be started."""
-    programs, elsewhere = tmp_path / "env" / "bin", tmp_path / "elsewhere"
-    report = tmp_path / "report"
-    for folder in (programs, elsewhere):
-        folder.mkdir(parents=True)
-        (folder / "flwr-clientapp").write_text(f"#!/bin/sh\necho flower >> '{report}'\n")
-    (programs / "python").write_text("#!/bin/sh\n")  # the check of the site
-    (programs / "flower-superexec").write_text(
-        f"#!{sys.executable} -I\nimport subprocess, sys\n"
-        "try: subprocess.run(['flwr-clientapp', '--judge'], check=True)\n"
-        f"except OSError as error: open({str(report)!r}, 'a').write('nothing\\n')\n"
+def started(site: Site, tmp_path: Path) -> dict[str, str]:
+    """Which program Flower's SuperExec would start for each kind of app below this site's ``supernode.sh``: what it
+    wrote ("nothing": none is found). Other programs of these names lie in the environment and elsewhere on the PATH."""
+    environment, elsewhere = tmp_path / "env" / "bin", tmp_path / "elsewhere"
+    names = list(TASK_TYPE_TO_COMMAND.values())
+    for number, folder in enumerate((environment, elsewhere)):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names if number == 0 else names[1:2]:
+            (folder / name).write_text("#!/bin/sh\necho flower\n")
+    (environment / "python").write_text("#!/bin/sh\n")  # the check of the site
+    (environment / "flower-superexec").write_text(
+        f"#!{sys.executable} -I\nimport json, subprocess\nfound = {{}}\n"
+        f"for name in {names!r}:\n"
+        "    try: found[name] = subprocess.run([name, '--judge'], capture_output=True, text=True).stdout.strip()\n"
+        "    except OSError: found[name] = 'nothing'\n"
+        "print(json.dumps(found))\n"
     )
-    (programs / "flower-supernode").write_text(
+    (environment / "flower-supernode").write_text(
         f"#!{sys.executable} -I\nimport subprocess\nsubprocess.run(['flower-superexec'], check=True)\n"
     )
-    for path in (*programs.iterdir(), *elsewhere.iterdir()):
+    for path in (*environment.iterdir(), *elsewhere.iterdir()):
         path.chmod(0o700)
     script = site.folder / "supernode.sh"
     lines = script.read_text().splitlines()
-    script.write_text("\n".join(f"PROGRAMS={programs}" if x.startswith("PROGRAMS=") else x for x in lines) + "\n")
-    judge = site.folder / "bin" / "flwr-clientapp"
+    script.write_text("\n".join(f"PROGRAMS={environment}" if x.startswith("PROGRAMS=") else x for x in lines) + "\n")
+    path = f"{elsewhere}::{environment}:{os.environ['PATH']}"
+    done = subprocess.run([str(script)], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
-    def start() -> str:
-        path = f"{elsewhere}::{programs}:{os.environ['PATH']}"
-        done = subprocess.run([str(script)], env={**os.environ, "PATH": path}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + (report.read_text() if report.exists() else "")
 
-    assert start() == "judge\n"
-    if broken == "first line":
-        judge.write_text("#!/no/such/python -I\n")
-    elif broken == "not executable":
-        judge.chmod(0o600)
-    else:
-        judge.unlink()
-    assert start() == "nothing\n"
+def test_no_kind_of_app_gets_around_the_judge(site: Site, tmp_path: Path) -> None:
+    """Flower hands an app that names an ``agentapp`` to another program than the judge: the submitter chooses it."""
+    found = started(site, tmp_path)
+    assert found == {**dict.fromkeys(TASK_TYPE_TO_COMMAND.values(), ""), "flwr-clientapp": "judge"}
+    assert set(TASK_PROGRAMS) == set(found)
+
+
+@pytest.mark.parametrize("broken", ["first line", "not executable", "gone"])
+def test_no_other_program_is_started_in_place_of_the_judge(site: Site, tmp_path: Path, broken: str) -> None:
+    """Flower looks for it by name, and execvp(3) goes on along the PATH where one cannot be started."""
+    for name in TASK_PROGRAMS:
+        program = site.folder / "bin" / name
+        if broken == "first line":
+            program.write_text("#!/no/such/python -I\n")
+        elif broken == "not executable":
+            program.chmod(0o600)
+        else:
+            program.unlink()
+    found = started(site, tmp_path)
+    if broken != "not executable" or os.geteuid() != 0:
+        assert set(found.values()) == {"nothing"}
+    assert "flower" not in found.values()
+    assert text_of(site.folder, "app").count("REFUSED") == len(TASK_PROGRAMS)
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"#!/no/such/python -I\n"])
@@ -226,7 +244,8 @@ def test_a_judge_that_cannot_be_started_is_found(site: Site, monkeypatch: pytest
     assert "REFUSED" not in text_of(site.folder, "app")
     judge.write_bytes(damage)
     assert "REFUSED" in text_of(site.folder, "app")
-    monkeypatch.setattr(site_check, "shim_text", lambda: damage.decode("latin-1"))  # this release's, as it stands
+    # This release's, as it stands.
+    monkeypatch.setattr(site_check, "programs", lambda: {"flwr-clientapp": damage.decode("latin-1")})
     assert "REFUSED" in text_of(site.folder, "app")
 
 
