@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,7 +339,7 @@ def _typed(path: Path, name: str, value: Any) -> Any:
         for item, wanted in ((int, "tuple[int, ...]"), (str, "tuple[str, ...]")):
             if wanted in kinds and all(type(v) is item for v in value):
                 return tuple(value)
-    raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type ({hint}).", rule=name)
+    raise ConfigError(f"The policy file {path}: {name}={reprlib.repr(value)} has the wrong type ({hint}).", rule=name)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

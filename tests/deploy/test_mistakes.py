@@ -22,6 +22,7 @@ from lensemble_flwr.deploy.site_folder import connect_site, create_site, write_s
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.site import Site
+from lensemble_flwr.federation.site_dataset import load_dataset
 from lensemble_flwr.federation.site_settings import SiteSettings
 from lensemble_flwr.privacy.ledger import Charge
 from tests.federation.robots import record
@@ -98,6 +99,33 @@ def test_a_real_site_without_settings_is_no_simulated_one(site: Site) -> None:
     with pytest.raises(ConfigError, match=r"site\.json is missing"):
         _ = site.settings
     assert not check_site(site.folder, online=False).sound
+
+
+def test_a_roster_or_data_set_behind_a_broken_link_is_not_none(site: Site) -> None:
+    """On a disk that is not mounted: else the site would sum with whomever the coordinator names."""
+    for name in ("roster.json", "dataset.yaml"):
+        (site.folder / name).symlink_to(site.folder / "not mounted")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _ = site.roster
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_dataset(site.folder)
+
+
+def test_the_ledger_commands_know_where_the_head_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told that it is missing, an operator would repair the ledger beside its real head, and part the two for ever."""
+    folder, head = tmp_path / "north", tmp_path / "disk" / "north.head"
+    head.parent.mkdir()
+    assert main(["site", "init", str(folder), "--ledger-head", str(head)]) == 0
+    for words in (["show"], ["verify"]):
+        assert main(["ledger", *words, str(folder)]) == 0
+        assert main(["ledger", *words, str(folder / "ledger.jsonl")]) == 0
+    assert main(["ledger", "repair", str(folder), "--charge-rounds", "2", "--own-noise", "1"]) == 0
+    assert not (folder / "ledger.head").exists()
+    with Site(folder).ledger() as ledger:
+        assert ledger.head.encode() == head.read_bytes()
+    head.unlink()
+    assert main(["ledger", "verify", str(folder)]) == 1
+    assert str(head) in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- the wrong user
