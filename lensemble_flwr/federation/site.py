@@ -224,7 +224,9 @@ class Site:
         """Create an empty file durably; False if it was there. Atomic between processes."""
         path = self.folder / folder / name
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not path.parent.is_dir():
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                sync_folder(self.folder)
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             return False
