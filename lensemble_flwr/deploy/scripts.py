@@ -53,12 +53,12 @@ for FOLDER in $PATH; do
     if [ -n "$FOLDER" ] && [ -z "$OWN" ]; then FOUND="$FOUND:$FOLDER"; fi
 done
 unset IFS
-ln -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"
 export PATH="$FOUND" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
 {_QUIET}# Flower's own helper looks for a message to work on once a second; every stage of a round waits for it.
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL="${{FLWR_SUPEREXEC_TASK_POLL_INTERVAL:-0.1}}"
 cd "$SITE"
 "$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
+ln -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"
 exec "$PROGRAMS/flower-supernode" --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
     --auth-supernode-private-key "$SITE/supernode.key" --host 127.0.0.1 --port {runtime_port} \\
     --node-config "site=\\"$SITE\\""

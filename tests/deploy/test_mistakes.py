@@ -234,8 +234,8 @@ def started(site: Site, tmp_path: Path) -> dict[str, str]:
     script = site.folder / "supernode.sh"
     lines = script.read_text().splitlines()
     script.write_text("\n".join(f"PROGRAMS={environment}" if x.startswith("PROGRAMS=") else x for x in lines) + "\n")
-    path = f"{elsewhere}::{environment}:{os.environ['PATH']}"
-    done = subprocess.run([str(script)], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    found_in = f"{elsewhere}::{environment}:{os.environ['PATH']}"
+    done = subprocess.run([str(script)], env={**os.environ, "PATH": found_in}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found
