@@ -42,6 +42,7 @@ set -euf
 umask 077
 SITE=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 PROGRAMS={_programs()}
+LN=$(command -v ln)
 # Flower finds its programs by name, and the run says which one: only the site's own may be on the PATH.
 FOUND="$SITE/bin"
 IFS=:
@@ -58,7 +59,7 @@ export PATH="$FOUND" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL="${{FLWR_SUPEREXEC_TASK_POLL_INTERVAL:-0.1}}"
 cd "$SITE"
 "$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
-ln -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"
+"$LN" -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"
 exec "$PROGRAMS/flower-supernode" --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
     --auth-supernode-private-key "$SITE/supernode.key" --host 127.0.0.1 --port {runtime_port} \\
     --node-config "site=\\"$SITE\\""
