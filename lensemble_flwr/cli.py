@@ -245,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a defect
+            if os.environ.get("LENSEMBLE_DEBUG") == "1":
+                traceback.print_exc()
             print(f"[{ArtifactError.code}] {error.filename}: {error.strerror}.", file=sys.stderr)
             print("Check the path and its permissions, and which user runs this.", file=sys.stderr)
             return EXIT_FAILURE
