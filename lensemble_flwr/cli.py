@@ -244,6 +244,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # a file of the user's, not a defect
+            if os.environ.get("LENSEMBLE_DEBUG") == "1":
+                traceback.print_exc()
+            print(f"[{ArtifactError.code}] {error.filename}: {error.strerror}.", file=sys.stderr)
+            print("Check the path and its permissions, and which user runs this.", file=sys.stderr)
+            return EXIT_FAILURE
         return _unexpected(command, error)
 
 

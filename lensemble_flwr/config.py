@@ -282,8 +282,11 @@ class GaugeConfig:
         _require(self.windows >= 1, f"gauge.windows must be at least 1, not {self.windows}.")
         _require(self.distill_steps >= 1, f"gauge.distill_steps must be at least 1, not {self.distill_steps}.")
         _positive("gauge.distill_lr", self.distill_lr)
+        _at_most("gauge.windows", self.windows, 10**9)
+        _at_most("gauge.distill_steps", self.distill_steps, 10**9)
         for width in self.student_widths:
             _require(width >= 1, f"gauge.student_widths holds {width}; a width must be at least 1.")
+            _at_most("gauge.student_widths", width, 65536)
 
 
 @dataclass(frozen=True)
@@ -447,8 +450,21 @@ class Config:
 
     @property
     def weights(self) -> int:
-        """About as many weights as the built-in task trains or holds; 0 for one's own tasks, whose code decides."""
-        return self.model.weights if self.task == "world_model" else 0
+        """About as many weights as the built-in task trains or holds; 0 for one's own tasks, whose code decides.
+
+        With ``federation.surface=function`` of the widest student, or as many answers as a vector holds.
+        """
+        if self.task != "world_model":
+            return 0
+        if self.federation.surface != "function":
+            return self.model.weights
+        widest = dataclasses.replace(self.model, width=max(self.model.width, *self.gauge.student_widths, 0))
+        return max(widest.weights, 4 * self.gauge.windows * self.model.latent_dim)
+
+    @property
+    def taught_steps(self) -> int:
+        """Steps that each site teaches a student for, beside its local ones (``federation.surface=function``)."""
+        return self.gauge.distill_steps if self.federation.surface == "function" else 0
 
     def __post_init__(self) -> None:
         n, secagg, privacy, federation = self.federation.participants, self.secagg, self.privacy, self.federation

@@ -405,6 +405,8 @@ def find_connection(name: str) -> Mapping[str, object]:
     file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
+        if not isinstance(connections, Mapping):
+            raise ValueError("superlink is no table")
     except FileNotFoundError:
         connections = {}
     except (OSError, ValueError) as error:

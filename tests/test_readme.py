@@ -34,6 +34,11 @@ def test_lensemble_commands(command: str) -> None:
     words = shlex.split(command)
     assert words[1] in KNOWN
     overrides = [word for word in words[2:] if "=" in word]
+    if words[1] in ("site", "coordinator"):
+        from lensemble_flwr.deploy import coordinator_cli, site_cli
+
+        of_command = (site_cli if words[1] == "site" else coordinator_cli)._parser()
+        overrides = getattr(site_cli.parse(of_command, words[2:]), "overrides", [])
     if words[1] == "sweep" and overrides:
         assert expand(overrides).points
     else:

@@ -19,6 +19,7 @@ from lensemble_flwr.deploy.coordinator_folder import (
     register,
     renew,
 )
+from lensemble_flwr.deploy.keys import check_owner
 from lensemble_flwr.deploy.site_cli import parse
 from lensemble_flwr.deploy.tls import days_left, visit
 from lensemble_flwr.durable import atomic_write, file_errors
@@ -33,6 +34,12 @@ def coordinator_command(argv: Sequence[str]) -> int:
 
 def _folder(options: argparse.Namespace) -> Coordinator:
     return open_coordinator(options.folder.expanduser())
+
+
+def _own_folder(options: argparse.Namespace) -> Coordinator:
+    """For commands that write there. Raises ConfigError for another user's."""
+    check_owner(options.folder.expanduser())
+    return _folder(options)
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -52,7 +59,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _admit(options: argparse.Namespace) -> int:
-    coordinator = _folder(options)
+    coordinator = _own_folder(options)
     for card in options.cards:
         name = admit(coordinator, card)
         print(f"{name}  {read_roster(coordinator)[name]}")
@@ -61,7 +68,7 @@ def _admit(options: argparse.Namespace) -> int:
 
 
 def _dismiss(options: argparse.Namespace) -> int:
-    dismiss(_folder(options), options.name)
+    dismiss(_own_folder(options), options.name)
     print("Its key stays in the SuperLink until: flwr supernode unregister NODE_ID (flwr supernode list tells it).")
     return EXIT_OK
 
@@ -87,7 +94,7 @@ def _nodes(options: argparse.Namespace) -> int:
 
 
 def _renew(options: argparse.Namespace) -> int:
-    coordinator = renew(_folder(options), options.host or [])
+    coordinator = renew(_own_folder(options), options.host or [])
     print(f"New server certificate for {', '.join(coordinator.hosts)}; restart the SuperLink.")
     return EXIT_OK
 

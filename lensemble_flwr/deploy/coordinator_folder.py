@@ -10,7 +10,6 @@ flwr/config.toml         Flower's connection entry, for `lensemble run --superli
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lensemble_flwr.deploy.keys import check_public_key
-from lensemble_flwr.deploy.scripts import superlink_script, systemd_unit
+from lensemble_flwr.deploy.scripts import own_user, superlink_script, systemd_unit
 from lensemble_flwr.deploy.site_folder import CARD_VERSION, check_name
 from lensemble_flwr.deploy.tls import alternative_name, fingerprint, issue_server, make_authority, read_authority, visit
 from lensemble_flwr.durable import atomic_write, file_errors
@@ -70,6 +69,8 @@ def create_coordinator(folder: Path, name: str, hosts: list[str], port: int) -> 
     folder = folder.absolute()
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise ConfigError(f"{name!r} cannot name a connection.", "Use letters, digits, hyphens and underscores.")
+    if re.search(r"[\x00-\x1f\x7f'\"\\]", str(folder)):
+        raise ConfigError(f"{str(folder)!r} has characters that a systemd unit cannot run.", "Choose another folder.")
     if not 0 < port < 65536:
         raise ConfigError(f"{port} is no port.")
     if any((folder / name).exists() for name in ("ca.key", "coordinator.json")):  # the key may be kept elsewhere
@@ -103,7 +104,7 @@ def _write(coordinator: Coordinator) -> None:
     issue_server((folder / "ca.key", folder / "ca.crt"), folder / "server.key", folder / "server.crt", names)
     script = folder / "superlink.sh"
     atomic_write(script, superlink_script(coordinator.port).encode(), mode=0o700)
-    unit = systemd_unit(f"lensemble coordinator {coordinator.name}", script, getpass.getuser())
+    unit = systemd_unit(f"lensemble coordinator {coordinator.name}", script, own_user())
     atomic_write(folder / "lensemble-coordinator.service", unit.encode(), mode=0o644)
     config = f"[superlink]\ndefault = {json.dumps(coordinator.name)}\n\n{coordinator.connection}"
     atomic_write(folder / "flwr" / "config.toml", config.encode())
@@ -138,6 +139,7 @@ def admit(coordinator: Coordinator, card_file: Path) -> str:
     if other is not None:
         raise ConfigError(f"The identity of {card_file} is that of the site {other}.", "Each site has its own keys.")
     key = check_public_key(card["supernode_key"])
+    parse_key(card["identity"])  # before anything is written
     atomic_write(coordinator.folder / "sites" / f"{name}.pub", (key + "\n").encode(), mode=0o644)
     _write_roster(coordinator.folder, {**roster, name: card["identity"]})
     return name
@@ -149,7 +151,7 @@ def _read_card(path: Path) -> dict[str, str]:
         fits = card["version"] == CARD_VERSION and len(bytes.fromhex(card["identity"])) == 32
         if not fits or not isinstance(card["name"], str) or not isinstance(card["supernode_key"], str):
             raise ValueError("another version")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is no site's card.", "It is card.json in the site's folder.") from error
     return dict(card)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -41,7 +43,7 @@ def read_node_key(private: Path) -> str:
     """
     try:
         key = serialization.load_ssh_private_key(private.read_bytes(), password=None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"The SuperNode's key {private} cannot be read: {error}.") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"The SuperNode's key {private} is no EC key.", "Flower wants ECDSA on a NIST curve.")
@@ -56,7 +58,7 @@ def check_public_key(line: str) -> str:
     """
     try:
         key = serialization.load_ssh_public_key(line.encode())
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{line[:40]!r} is no OpenSSH public key: {error}.") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError(f"{line[:40]!r} is no EC public key.", "Flower wants ECDSA on a NIST curve.")
@@ -70,3 +72,24 @@ def open_to_others(path: Path) -> str | None:
         return f"{path} belongs to another user (uid {status.st_uid})"
     loose = stat.S_IMODE(status.st_mode) & 0o077
     return f"{path} can be used by others (mode {stat.S_IMODE(status.st_mode):o})" if loose else None
+
+
+def check_owner(folder: Path) -> None:
+    """Files of a folder are written by its owner, else the program that runs as that user cannot read them any more.
+
+    Raises:
+        ConfigError: the folder is another user's (root's, too).
+    """
+    if folder.is_dir() and (owner := folder.stat().st_uid) != os.geteuid():
+        raise ConfigError(
+            f"{folder} belongs to the user {user_name(owner)}, and this is {user_name(os.geteuid())}.",
+            f"Run this as its owner: sudo -u '{user_name(owner)}' lensemble ...",
+        )
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number where there is none; ``sudo -u`` takes that as ``#1000``."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
+from lensemble_flwr.deploy.keys import user_name
+
 _QUIET = """export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 """
+
+
+JUDGE = "flwr-clientapp"
+TASK_PROGRAMS = (JUDGE, "flwr-agentapp", "flwr-serverapp", "flwr-simulation", "flwr-model", "flwr-connector")
+"""What Flower 1.42 starts for a task. Which one a SuperNode starts follows from the app that a submitter sent: one that
+names an ``agentapp`` is handed to ``flwr-agentapp``."""
+
+REFUSES = """#!/bin/sh
+# A site runs client apps alone, and those only after bin/flwr-clientapp has judged them.
+exit 1
+"""
+"""The site's own program in place of each of the others."""
 
 
 def _programs() -> str:
@@ -17,21 +32,35 @@ def _programs() -> str:
 def supernode_script(superlink: str, runtime_port: int) -> str:
     """``supernode.sh``: checks the site, then becomes Flower's SuperNode.
 
-    The site's own ``bin`` comes first on the PATH, so that Flower finds the site's ``flwr-clientapp``, which judges the
-    app before it runs.
+    Flower starts the programs of :data:`TASK_PROGRAMS` by name, and where the first one on the PATH cannot be started
+    (its first line names no program, its disk is mounted noexec) the system takes the next. So the site's own, which
+    judge the app or refuse it, are the only ones that can be found.
     """
     return f"""#!/bin/sh
-# Starts this site's SuperNode; written by `lensemble site init` and `lensemble site connect`.
-set -eu
+# Starts this site's SuperNode; written by `lensemble site init`, `site connect` and `site refresh`.
+set -euf
 umask 077
 SITE=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 PROGRAMS={_programs()}
-export PATH="$SITE/bin:$PROGRAMS:$PATH" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
+LN=$(command -v ln)
+# Flower finds its programs by name, and the run says which one: only the site's own may be on the PATH.
+FOUND="$SITE/bin"
+IFS=:
+for FOLDER in $PATH; do
+    OWN=
+    for NAME in {" ".join(TASK_PROGRAMS)}; do
+        if [ -e "$FOLDER/$NAME" ]; then OWN=no; fi
+    done
+    if [ -n "$FOLDER" ] && [ -z "$OWN" ]; then FOUND="$FOUND:$FOLDER"; fi
+done
+unset IFS
+export PATH="$FOUND" FLWR_HOME="$SITE/flwr" LENSEMBLE_HOME="$SITE/home"
 {_QUIET}# Flower's own helper looks for a message to work on once a second; every stage of a round waits for it.
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL="${{FLWR_SUPEREXEC_TASK_POLL_INTERVAL:-0.1}}"
 cd "$SITE"
 "$PROGRAMS/python" -m lensemble_flwr.cli site check --offline "$SITE"
-exec flower-supernode --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
+"$LN" -sf "$PROGRAMS/flower-superexec" "$SITE/bin/flower-superexec"
+exec "$PROGRAMS/flower-supernode" --superlink {shlex.quote(superlink)} --root-certificates "$SITE/ca.crt" \\
     --auth-supernode-private-key "$SITE/supernode.key" --host 127.0.0.1 --port {runtime_port} \\
     --node-config "site=\\"$SITE\\""
 """
@@ -55,6 +84,16 @@ exec flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-k
 """
 
 
+def own_user() -> str:
+    """Who runs this, for a unit's ``User=``: not what the environment says, which ``runuser`` and others hand on."""
+    return user_name(os.geteuid()).removeprefix("#")
+
+
+def _unit_word(path: Path) -> str:
+    """A path without quotes and backslashes as one word of a unit file (systemd.syntax(7), systemd.unit(5))."""
+    return '"' + str(path).replace("%", "%%") + '"'
+
+
 def systemd_unit(what: str, script: Path, user: str) -> str:
     """A unit that starts a script at boot and again after it ends.
 
@@ -63,14 +102,14 @@ def systemd_unit(what: str, script: Path, user: str) -> str:
     """
     folder = script.parent
     return f"""[Unit]
-Description={what}
+Description={what.replace("%", "%%")}
 After=network-online.target
 Wants=network-online.target
 StartLimitIntervalSec=0
 
 [Service]
 User={user}
-ExecStart={script}
+ExecStart={_unit_word(script)}
 Restart=always
 RestartSec=20
 TimeoutStopSec=60
@@ -78,7 +117,7 @@ UMask=0077
 NoNewPrivileges=true
 PrivateTmp=true
 ProtectSystem=full
-ReadWritePaths={folder}
+ReadWritePaths={_unit_word(folder)}
 
 [Install]
 WantedBy=multi-user.target

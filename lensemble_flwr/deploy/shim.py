@@ -9,6 +9,7 @@ it refuses to run at all.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -99,12 +100,17 @@ def judge(site: Path, fab: bytes) -> None:
         if listed is not None and digest not in listed:
             raise AppRefused(_NOT_LISTED)
     except AppRefused as error:
-        with open(site / "site.log", "a", encoding="utf-8") as log:
-            # The keys of lensemble_flwr.json_log, which cannot be imported here.
-            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": "ERROR", "federation": None}
-            line |= {"round": None, "stage": None, "event": "app_refused", "text": f"{error} Its hash is {digest}."}
-            log.write(json.dumps(line) + "\n")
+        note(site, f"{error} Its hash is {digest}.")
         raise
+
+
+def note(site: Path, text: str) -> None:
+    """A line in the site's own log. What cannot be logged is lost: an OSError's text would go to the coordinator."""
+    with contextlib.suppress(OSError), open(site / "site.log", "a", encoding="utf-8") as log:
+        # The keys of lensemble_flwr.json_log, which cannot be imported here.
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": "ERROR", "federation": None}
+        line |= {"round": None, "stage": None, "event": "app_refused", "text": text}
+        log.write(json.dumps(line) + "\n")
 
 
 def holds(fab: bytes, folder: Path) -> bool:
@@ -128,15 +134,17 @@ def install_guard(site: Path, module: Any, loading: Any) -> None:
         if not isinstance(fab, bytes):
             raise AppRefused("The app did not come as one bundle.")
         judge(site, fab)
-        path = Path(install(fab, *args, **kwargs))
-        if not holds(fab, path):  # Flower takes a folder of that name as it is: half installed once, or put there
-            try:
-                shutil.rmtree(path)
-            except OSError:  # its text would name folders of this site to the coordinator
-                raise AppRefused("The folder of an app that was installed before cannot be replaced.") from None
+        try:
             path = Path(install(fab, *args, **kwargs))
-            if not holds(fab, path):
-                raise AppRefused("The app that was installed is not the bundle that was judged.")
+            if not holds(fab, path):  # Flower takes a folder of that name as it is: half installed once, or put there
+                shutil.rmtree(path)
+                path = Path(install(fab, *args, **kwargs))
+            same = holds(fab, path)
+        except Exception as error:  # its text would name folders of this site to the coordinator
+            note(site, f"The app cannot be installed: {error}")
+            raise AppRefused("The app cannot be installed here.") from None
+        if not same:
+            raise AppRefused("The app that was installed is not the bundle that was judged.")
         # Compiled files beside the code would not be the bundle's; they go where only this bundle's are looked for.
         sys.pycache_prefix = str(site / "home" / "bytecode" / hashlib.sha256(fab).hexdigest())
         installed.append(path)
@@ -154,7 +162,10 @@ def install_guard(site: Path, module: Any, loading: Any) -> None:
 
 
 def main() -> None:
-    """Judge, then be Flower's own ``flwr-clientapp``."""
+    """Judge, then be Flower's own ``flwr-clientapp``; with ``--judge`` only say that this program can be started."""
+    if sys.argv[1:] == ["--judge"]:
+        print("judge")
+        return
     from flwr.supernode.cli import flwr_clientapp
 
     module = importlib.import_module("flwr.supernode.runtime.run_clientapp")

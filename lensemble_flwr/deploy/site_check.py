@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import cast
 
 from lensemble_flwr.config import Config
+from lensemble_flwr.data.formats.spec import open_reader
 from lensemble_flwr.deploy.bundle import bundle_hash
-from lensemble_flwr.deploy.keys import open_to_others, read_node_key
-from lensemble_flwr.deploy.site_folder import shim_text
+from lensemble_flwr.deploy.keys import check_owner, open_to_others, read_node_key
+from lensemble_flwr.deploy.scripts import JUDGE
+from lensemble_flwr.deploy.site_folder import programs, start_script
 from lensemble_flwr.deploy.tls import days_left, fingerprint, read_authority, visit
 from lensemble_flwr.errors import LensembleError
 from lensemble_flwr.federation.plan import make_plan, opened_charge, round_open
@@ -45,11 +48,13 @@ class Findings:
 
     @contextmanager
     def about(self, what: str) -> Iterator[None]:
-        """A known error of the block is a bad line."""
+        """A known error of the block, or a file that cannot be read, is a bad line."""
         try:
             yield
         except LensembleError as error:
             self.add(BAD, what, f"{error.message} {error.remediation}".strip())
+        except (OSError, UnicodeDecodeError) as error:
+            self.add(BAD, what, f"cannot be read: {error}")
 
     @property
     def sound(self) -> bool:
@@ -72,12 +77,14 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
     found = Findings()
     site = settings = policy = None
     with found.about("site"):
+        check_owner(folder)  # opening its ledger may write
         site = Site(folder)
         settings = site.settings
         found.add(OK, "site", f"{settings.name if settings else 'simulated'}, identity {site.identity.hex()}")
     if site is None:
         return found
-    _permissions(found, folder, settings)
+    with found.about("secrets"):
+        _permissions(found, folder, settings)
     with found.about("policy"):
         policy = site.policy
         for line in in_words(policy):
@@ -93,14 +100,16 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
             )
     with found.about("ledger"):
         _ledger(found, site, policy)
-    _disk(found, folder)
-    _forged(found, folder)
+    with found.about("disk"):
+        _disk(found, folder)
+    with found.about("sums"):
+        _forged(found, folder)
     if settings is not None:
         with found.about("node key"):
             read_node_key(folder / "supernode.key")
             found.add(OK, "node key", "the SuperNode's key can be read")
         with found.about("app"):
-            _app(found, folder, policy)
+            _app(found, folder, policy, settings)
         _tls(found, site, settings, online)
         with found.about("data"):
             _data(found, folder, settings)
@@ -193,11 +202,15 @@ def _forged(found: Findings, folder: Path) -> None:
         found.add(BAD, "sums", f"this site left the federation {path.stem[:16]}: {why}. Delete {path} to rejoin")
 
 
-def _app(found: Findings, folder: Path, policy: Policy | None) -> None:
-    judge = folder / "bin" / "flwr-clientapp"
-    same = judge.is_file() and os.access(judge, os.X_OK) and judge.read_text(encoding="utf-8") == shim_text()
-    if not same:
-        found.add(BAD, "app", f"{judge} is missing or is not this release's: lensemble site refresh {folder}")
+def _app(found: Findings, folder: Path, policy: Policy | None, settings: SiteSettings) -> None:
+    judge, script = folder / "bin" / JUDGE, folder / "supernode.sh"
+    for path, text in ((folder / "bin" / name, text) for name, text in programs().items()):
+        if not path.is_file() or not os.access(path, os.X_OK) or path.read_bytes() != text.encode():
+            found.add(BAD, "app", f"{path} is missing or is not this release's: lensemble site refresh {folder}")
+        elif path == judge and (why := _starts(judge)):
+            found.add(BAD, "app", f"{judge} cannot be started ({why}), so no app can run")
+    if not script.is_file() or script.read_bytes() != start_script(settings).encode():
+        found.add(WARNING, "app", f"{script} is not what this release writes: lensemble site refresh {folder}")
     own = bundle_hash()
     allowed = policy.allowed_fabs if policy is not None else ()
     if allowed is None:
@@ -208,6 +221,15 @@ def _app(found: Findings, folder: Path, policy: Policy | None) -> None:
         found.add(OK, "app", f"{len(allowed)} app(s) may run here, this installation's ({own}) among them")
     else:
         found.add(WARNING, "app", f"this installation's own app ({own}) is not among the {len(allowed)} allowed")
+
+
+def _starts(judge: Path) -> str:
+    """Why the judge cannot be started, "" if it can: its disk may be mounted noexec, its Python may be gone."""
+    try:
+        done = subprocess.run([str(judge), "--judge"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return "" if (done.returncode, done.stdout) == (0, "judge\n") else f"exit status {done.returncode}"
 
 
 def _tls(found: Findings, site: Site, settings: SiteSettings, online: bool) -> None:
@@ -244,15 +266,19 @@ def _tls(found: Findings, site: Site, settings: SiteSettings, online: bool) -> N
 
 
 def _data(found: Findings, folder: Path, settings: SiteSettings) -> None:
+    dataset = load_dataset(folder)
+    if dataset is not None:
+        # Opened, not only looked at: the empty folder of a disk that is not mounted can be read, too.
+        reader = open_reader(dataset.path, dataset.spec)
+        found.add(OK, "data", f"{len(reader)} recordings in {dataset.path}, read as {folder / DATASET} says")
+        return
     data = settings.data_folder(folder)
     if not data.exists() or not os.access(data, os.R_OK):
         found.add(BAD, "data", f"{data} cannot be read")
-    elif (folder / DATASET).exists():
-        dataset = load_dataset(folder)
-        assert dataset is not None
-        found.add(OK, "data", f"recordings in {dataset.path}, read as {folder / DATASET} says")
     elif settings.data == SIMULATOR:
         found.add(OK, "data", f"simulated recordings of participant {settings.participant}, in {data}")
+    elif next(data.glob("lander-*"), None) is None:
+        found.add(BAD, "data", f"{data} holds no recordings, and there is no {folder / DATASET}")
     else:
         found.add(OK, "data", f"participant {settings.participant} of {data}")
 

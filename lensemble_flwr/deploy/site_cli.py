@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 from lensemble_flwr.data.formats import RecordingSpec, open_recordings
 from lensemble_flwr.deploy.bundle import bundle_hash
-from lensemble_flwr.deploy.keys import read_node_key
+from lensemble_flwr.deploy.keys import check_owner, read_node_key
 from lensemble_flwr.deploy.site_check import check_site
-from lensemble_flwr.deploy.site_folder import connect_site, create_site, real_settings, rotate_node_key, write_shim
+from lensemble_flwr.deploy.site_folder import (
+    connect_site,
+    create_site,
+    real_settings,
+    rotate_node_key,
+    write_scripts,
+    write_shim,
+)
 from lensemble_flwr.deploy.site_roster import show_or_change
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
 from lensemble_flwr.federation.policy import Policy
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
 def site_command(argv: Sequence[str]) -> int:
     """Run one subcommand; returns the exit status."""
     options = parse(_parser(), argv)
+    if options.run is not _check:  # which says so itself
+        check_owner(options.folder.expanduser())
     return int(options.run(options))
 
 
@@ -141,9 +150,10 @@ def _roster(options: argparse.Namespace) -> int:
 
 def _refresh(options: argparse.Namespace) -> int:
     site = Site(options.folder.expanduser().absolute())
-    real_settings(site)
+    settings = real_settings(site)
     write_shim(site.folder)
-    print(f"bin/flwr-clientapp is this release's. Its own app has the SHA-256\n{bundle_hash()}")
+    write_scripts(site.folder, settings)
+    print(f"bin/flwr-clientapp and supernode.sh are this release's. Its own app has the SHA-256\n{bundle_hash()}")
     print(f"It runs here once allowed_fabs in {site.folder / 'policy.yaml'} lists it.")
     return EXIT_OK
 
@@ -261,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="public files from the coordinator (lensemble coordinator public); else made here",
     )
-    add("refresh", _refresh, "write bin/flwr-clientapp again after an upgrade")
+    add("refresh", _refresh, "write bin/flwr-clientapp and supernode.sh again after an upgrade")
     add("rotate", _rotate, "make a new SuperNode key; nothing else changes")
     check = add(
         "check", _check, "say what the site allows, has spent, and would refuse; exit status 0 sound, 1 not, 2 no site"

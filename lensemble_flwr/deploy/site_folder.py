@@ -8,7 +8,6 @@ project's own folders of this site.
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import json
 import re
 import sys
@@ -16,18 +15,20 @@ from pathlib import Path
 
 from lensemble_flwr.deploy import shim
 from lensemble_flwr.deploy.keys import read_node_key, write_node_key
-from lensemble_flwr.deploy.scripts import supernode_script, systemd_unit
+from lensemble_flwr.deploy.scripts import JUDGE, REFUSES, TASK_PROGRAMS, own_user, supernode_script, systemd_unit
 from lensemble_flwr.deploy.tls import fingerprint, read_authority, split_address
 from lensemble_flwr.durable import atomic_write, file_errors, sync_folder
 from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.roster import ROSTER_FILE, parse_roster, save_roster
 from lensemble_flwr.federation.site import Site
-from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings, save_settings
+from lensemble_flwr.federation.site_settings import NODE_KEY, SIMULATOR, SiteSettings, save_settings
 
 CARD_VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_PLAIN = re.compile(r"[A-Za-z0-9._/+@:=, -]+")
+_PLAIN = re.compile(r"[A-Za-z0-9._/+@=, -]+")
+"""No colon: the folder's ``bin`` is an entry of a PATH."""
+_LONGEST_FIRST_LINE = 240
 
 
 def check_name(name: str) -> str:
@@ -47,41 +48,67 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
     check_name(settings.name)
     folder = folder.absolute()
     if not _PLAIN.fullmatch(str(folder)):
-        raise ConfigError(f"{str(folder)!r} has characters that Flower's --node-config cannot hold.", "Move it.")
+        raise ConfigError(
+            f"{str(folder)!r} has characters that Flower's --node-config or a PATH cannot hold.", "Move it."
+        )
     if settings.data != SIMULATOR and not Path(settings.data).exists():
         raise ConfigError(f"--data {settings.data} is not there.", f"Name recordings, or {SIMULATOR!r}.")
     head = Path(settings.ledger_head) if settings.ledger_head else None
     if head is not None and not head.parent.is_dir():
         raise ConfigError(f"There is no folder {head.parent} for the ledger's head.", "Make it, on another disk.")
-    site = Site.create(folder, policy, policy_file="policy.yaml", ledger_head=head)
-    folder.chmod(0o700)
+    Site.check_free(folder)
     with file_errors(folder, "write"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
         for name in ("bin", "flwr", "home", "data"):
             (folder / name).mkdir(mode=0o700, exist_ok=True)
-    write_node_key(folder / "supernode.key", folder / "supernode.pub")
+    # The identity comes last, so that whatever breaks off before is done again by another call.
+    write_node_key(folder / NODE_KEY, folder / "supernode.pub")
     write_shim(folder)
     _write_settings(folder, settings)
+    site = Site.create(folder, policy, policy_file="policy.yaml", ledger_head=head)
     write_card(site, settings)
     return site
 
 
 def write_shim(folder: Path) -> None:
-    """``bin/flwr-clientapp``: this Python, isolated from its environment, and the judge's own text."""
-    atomic_write(folder / "bin" / "flwr-clientapp", shim_text().encode(), mode=0o700)
+    """``bin/flwr-clientapp``: this Python, isolated from its environment, and the judge's own text; and beside it what
+    refuses all other kinds of apps."""
+    for name, text in programs().items():
+        atomic_write(folder / "bin" / name, text.encode(), mode=0o700)
+
+
+def programs() -> dict[str, str]:
+    """What the site's ``bin`` must hold, by name."""
+    return {name: shim_text() if name == JUDGE else REFUSES for name in TASK_PROGRAMS}
 
 
 def shim_text() -> str:
     """What ``bin/flwr-clientapp`` must hold here."""
     python = Path(sys.executable).parent / "python"  # the same for python3, as another program may have been started
+    if len(str(python)) > _LONGEST_FIRST_LINE or re.search(r"\s", str(python)):
+        raise ConfigError(
+            f"{python} cannot stand in the first line of a program: it has blanks or is too long.",
+            "Install the environment in another folder.",
+        )
     return f"#!{python} -I\n" + Path(shim.__file__).read_text(encoding="utf-8")
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
     save_settings(folder, settings)
+    write_scripts(folder, settings)
+
+
+def start_script(settings: SiteSettings) -> str:
+    """What ``supernode.sh`` must hold here."""
+    return supernode_script(settings.superlink or "UNKNOWN", settings.runtime_port)
+
+
+def write_scripts(folder: Path, settings: SiteSettings) -> None:
+    """``supernode.sh`` and the unit that runs it."""
     script = folder / "supernode.sh"
-    address = settings.superlink or "UNKNOWN"
-    atomic_write(script, supernode_script(address, settings.runtime_port).encode(), mode=0o700)
-    unit = systemd_unit(f"lensemble site {settings.name}", script, getpass.getuser())
+    atomic_write(script, start_script(settings).encode(), mode=0o700)
+    unit = systemd_unit(f"lensemble site {settings.name}", script, own_user())
     atomic_write(folder / "lensemble-site.service", unit.encode(), mode=0o644)
 
 
@@ -91,7 +118,7 @@ def write_card(site: Site, settings: SiteSettings) -> Path:
         "version": CARD_VERSION,
         "name": settings.name,
         "identity": site.identity.hex(),
-        "supernode_key": read_node_key(site.folder / "supernode.key"),
+        "supernode_key": read_node_key(site.folder / NODE_KEY),
     }
     path = site.folder / "card.json"
     atomic_write(path, (json.dumps(card, indent=1) + "\n").encode(), mode=0o644)
@@ -119,6 +146,7 @@ def connect_site(site: Site, superlink: str, authority: Path, roster: Path | Non
         if roster is not None:
             save_roster(site.folder / ROSTER_FILE, parse_roster(roster.read_bytes()))
     _write_settings(site.folder, dataclasses.replace(settings, superlink=superlink))
+    write_card(site, settings)  # it is the last file of a new site, and may be missing
     return name
 
 
@@ -131,7 +159,7 @@ def rotate_node_key(site: Site) -> str:
     Raises:
         ConfigError: no real site, or the old key cannot be read. ArtifactError: the new one cannot be written.
     """
-    settings, private = real_settings(site), site.folder / "supernode.key"
+    settings, private = real_settings(site), site.folder / NODE_KEY
     old = read_node_key(private) if private.is_file() else ""
     new = private.with_suffix(".new")
     write_node_key(new, site.folder / "supernode.pub")

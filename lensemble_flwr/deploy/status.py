@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,19 +178,33 @@ def _sound(run: RunFolder) -> list[dict[str, Any]]:
     return rounds
 
 
-def _held(lock: Path) -> bool | None:
+def _held(lock: Path, locks: Path = Path("/proc/locks")) -> bool | None:
     """Whether a process of this machine holds the lock; None where the system does not tell. Takes no lock itself."""
     if not lock.exists():
         return False
     try:
-        inode = f":{lock.stat().st_ino}"
+        status = lock.stat()
         return any(
-            words[5].endswith(inode)
-            for line in Path("/proc/locks").read_text().splitlines()
+            words[5].endswith(f":{status.st_ino}") and _has_open(words[4], status)
+            for line in locks.read_text().splitlines()
             if len(words := line.split()) > 5 and words[1] == "FLOCK"
         )
     except OSError:
         return None
+
+
+def _has_open(pid: str, file: os.stat_result) -> bool:
+    """Whether a process has a file open; yes where it cannot be seen. An inode's number is one disk's only, and the
+    device that the system names beside it is not everywhere the file's."""
+    try:
+        handles = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return True
+    for handle in handles:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.path.samestat(handle.stat(), file):
+                return True
+    return False
 
 
 def _epsilon(value: Any) -> str:

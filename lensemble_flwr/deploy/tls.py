@@ -199,9 +199,16 @@ def visit(address: str, authority: Path | None, timeout_s: float = 10.0, *, inse
             "Is it started (superlink.sh)? Else check the address, the network and the coordinator's firewall.",
         ) from error
     assert der is not None
+    return Server(x509.load_der_x509_certificate(der), _clock_ahead(answer, now))
+
+
+def _clock_ahead(answer: str, now: float) -> float | None:
+    """Seconds that the ``Date`` of an HTTP answer is ahead of ``now``; None where it has none that can be read."""
     date = re.search(r"(?im)^date:\s*(.+?)\s*$", answer)
-    ahead = email.utils.parsedate_to_datetime(date[1]).timestamp() + 0.5 - now if date else None
-    return Server(x509.load_der_x509_certificate(der), ahead)
+    try:
+        return email.utils.parsedate_to_datetime(date[1]).timestamp() + 0.5 - now if date else None
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def split_address(address: str) -> tuple[str, int]:

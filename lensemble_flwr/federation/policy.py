@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ RULES = {
     "its operator knows; a run must count with at least that many.",
     "min_threshold": "Least share of the roster that is needed to unmask a sum, between 0 and 1.",
     "max_clip_norm": "Largest clipping bound C.",
-    "max_inner_steps": "Most local steps H in a round. null: any number.",
+    "max_inner_steps": "Most local steps H in a round (of gauge.distill_steps with federation.surface=function, too).\n"
+    "null: any number.",
     "max_rounds": "Most rounds that a run may plan. null: any number.",
     "max_participants": "Most participants that a run may plan. null: any number.",
     "max_weights": "Most weights of a run's model, judged before anything of it is built. null: any number. (Of a\n"
@@ -252,6 +254,12 @@ class Policy:
         h = config.diloco.inner_steps
         planned = (
             ("max_inner_steps", self.max_inner_steps, h, f"H is {h}"),
+            (
+                "max_inner_steps",
+                self.max_inner_steps,
+                config.taught_steps,
+                f"it teaches for {config.taught_steps} steps",
+            ),
             ("max_rounds", self.max_rounds, config.diloco.rounds, f"it plans {config.diloco.rounds} rounds"),
             (
                 "max_participants",
@@ -338,7 +346,7 @@ def _typed(path: Path, name: str, value: Any) -> Any:
         for item, wanted in ((int, "tuple[int, ...]"), (str, "tuple[str, ...]")):
             if wanted in kinds and all(type(v) is item for v in value):
                 return tuple(value)
-    raise ConfigError(f"The policy file {path}: {name}={value!r} has the wrong type ({hint}).", rule=name)
+    raise ConfigError(f"The policy file {path}: {name}={reprlib.repr(value)} has the wrong type ({hint}).", rule=name)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

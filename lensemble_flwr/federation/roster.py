@@ -118,9 +118,10 @@ def load_roster(path: Path) -> Roster | None:
         with path.open("rb") as file:
             mode = stat.S_IMODE(path.stat().st_mode)
             content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return None
+        # A link that leads nowhere (a disk that is not mounted) is no consent to sum with anybody.
         raise ConfigError(f"The roster {path} cannot be read: {error.strerror}.") from error
     if mode & 0o022:
         raise ConfigError(f"The roster {path} can be written by others (mode {mode:o}).", f"Run: chmod 644 {path}")

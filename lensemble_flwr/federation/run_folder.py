@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from lensemble_flwr.durable import append_fsync, atomic_file, atomic_write
+from lensemble_flwr.durable import append_fsync, atomic_file, atomic_write, sync_folder
 from lensemble_flwr.errors import ArtifactError, CheckpointIntegrityError, ConfigError, RoundError
 from lensemble_flwr.federation.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lensemble_flwr.federation.readings import Readings, to_json
@@ -278,6 +278,7 @@ class RunFolder:
         if (folder / "open.bin").exists():
             raise RoundError(f"Round {opened.round} was opened before; its first RoundOpen stands.")
         folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)  # else a power cut may take the folder with all that was synced in it
         atomic_write(folder / "open.bin", opened.encode(), mode=0o644)
 
     def next_attempt(self, index: int) -> int:

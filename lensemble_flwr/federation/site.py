@@ -47,6 +47,7 @@ from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 
 _CHAIN_HEAD = 68
+_MARKS = ("answered", "over", "masked", "federations")
 
 
 class _SilentFileHandler(RotatingFileHandler):
@@ -81,17 +82,17 @@ class Site:
             ledger_head: where the ledger's head is kept; beside the log by default. The site's settings must name it.
 
         Raises:
+            ConfigError: there is a site, or the ledger of one that lost its key.
             ArtifactError: the folder cannot be written.
         """
-        if cls.exists(folder):
-            raise ConfigError(f"There is a site in {folder} already.", "Use it, or choose another folder.")
+        cls.check_free(folder)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in ("answered", "releases", "local", "models"):
                 (folder / name).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ArtifactError(f"The site folder {folder} cannot be written: {error.strerror}.") from error
-        for name in ("ledger.jsonl", "ledger.head"):  # of a creation that broke off: without a key nothing left here
+        for name in ("ledger.jsonl", "ledger.head"):  # of a creation that broke off: nothing was ever spent by it
             (folder / name).unlink(missing_ok=True)
         private = Ed25519PrivateKey.generate()
         atomic_write(folder / "site.secret", secrets.token_bytes(32))
@@ -102,6 +103,29 @@ class Site:
         # The key comes last: a folder with a key is a whole site.
         atomic_write(folder / "identity.key", private.private_bytes_raw())
         return cls(folder)
+
+    @classmethod
+    def check_free(cls, folder: Path) -> None:
+        """Whether a site can be made in a folder: it may hold what a creation left that broke off, at most the first
+        line of a ledger.
+
+        Raises:
+            ConfigError: there is a site, or what one has spent, without its key.
+        """
+        if cls.exists(folder):
+            raise ConfigError(f"There is a site in {folder} already.", "Use it, or choose another folder.")
+        path = folder / "ledger.jsonl"
+        with file_errors(path, "read"):
+            used = path.exists() and path.read_bytes().count(b"\n") > 1
+            head = path.with_suffix(".head")
+            used |= head.exists() and b'"seq":0}' not in head.read_bytes()
+        if used or any((folder / name).is_dir() and any((folder / name).iterdir()) for name in _MARKS):
+            raise ConfigError(
+                f"{folder} has the ledger or the latches of a site, and no identity.key: a new site in it would forget "
+                "what was spent.",
+                "Put identity.key back from a backup. Without one the spent budget stays with that data: see "
+                "docs/deploy.md, Keys and their loss.",
+            )
 
     @classmethod
     def exists(cls, folder: Path) -> bool:
@@ -200,7 +224,9 @@ class Site:
         """Create an empty file durably; False if it was there. Atomic between processes."""
         path = self.folder / folder / name
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not path.parent.is_dir():
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                sync_folder(self.folder)
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             return False

@@ -55,9 +55,9 @@ def load_dataset(site: Path) -> SiteDataset | None:
     path = site / DATASET
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return None
         raise ConfigError(f"{path} cannot be read: {error}.", "Correct it, or restore it from a backup.") from error
     where, spec = recordings_at(tree, site, str(path))
     return SiteDataset(where, spec, site / "cache")

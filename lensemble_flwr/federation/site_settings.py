@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ConfigError
 
 SETTINGS = "site.json"
+NODE_KEY = "supernode.key"
 SIMULATOR = "simulator"
 
 
@@ -44,14 +46,16 @@ def load_settings(site: Path) -> SiteSettings | None:
     """The settings of a real site, None where there are none (a simulated site).
 
     Raises:
-        ConfigError: damaged.
+        ConfigError: damaged, or lost: a site with the key of a SuperNode is no simulated one.
     """
     path = site / SETTINGS
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
+        if not os.path.lexists(path) and not (site / NODE_KEY).exists():
+            return None
+        raise ConfigError(f"{path} is missing.", "Restore it from a backup.") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     kinds = {"name": str, "data": str, "participant": int, "superlink": str, "runtime_port": int, "ledger_head": str}
     fits = isinstance(tree, dict) and "name" in tree

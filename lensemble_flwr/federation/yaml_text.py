@@ -1,6 +1,7 @@
-"""YAML as an operator writes it, read strictly: no key twice, and ``1e-5`` is a number.
+"""YAML as an operator writes it, read strictly: no key twice, and numbers in base ten.
 
-YAML 1.1 reads ``1e-5`` as text and lets the last of two equal keys win; in a policy both would be silent mistakes.
+YAML 1.1 reads ``1e-5`` as text, ``010`` as eight and ``1:30`` as ninety, and lets the last of two equal keys win; in a
+policy all would be silent mistakes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_INT = "tag:yaml.org,2002:int"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != _INT]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

@@ -26,6 +26,7 @@ def ledger_command(args: list[str]) -> int:
     options = _parser().parse_args(args)
     path: Path = options.path
     options.path = path / "ledger.jsonl" if path.is_dir() else path
+    options.head = options.head or _kept_elsewhere(options.path.parent)
     head = options.head or options.path.with_suffix(".head")
     a_site = (options.path.parent / "identity.key").exists()  # whose ledger is lost: that is not a wrong path
     if options.run in (_show, _verify) and not options.path.exists() and not Path(head).exists() and not a_site:
@@ -35,6 +36,16 @@ def ledger_command(args: list[str]) -> int:
             f"There are {len(sites)} below it; name one: {path / sites[0]}" if sites else "Correct the path.",
         )
     return options.run(options)
+
+
+def _kept_elsewhere(folder: Path) -> Path | None:
+    """Where a site keeps its ledger's head, by its settings (``lensemble site init --ledger-head``); None: beside the
+    log. A repair beside the log would part the ledger from its real head."""
+    try:
+        head = json.loads((folder / "site.json").read_text(encoding="utf-8"))["ledger_head"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Path(head) if isinstance(head, str) and head else None
 
 
 def _init(options: argparse.Namespace) -> int:

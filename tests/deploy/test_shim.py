@@ -236,6 +236,25 @@ def test_a_policy_that_cannot_be_read_lets_nothing_run(tmp_path: Path, text: str
         judge(tmp_path, b"app")
 
 
+def test_a_log_that_cannot_be_written_tells_the_coordinator_nothing(site: Path) -> None:
+    """The text of the error is sent: it must not be an OSError's, which names the site's folder."""
+    allow(site)
+    (site / "site.log").mkdir()
+    with pytest.raises(AppRefused, match="does not list this app"):
+        judge(site, b"app")
+
+
+def test_an_app_that_cannot_be_installed_names_no_folder_of_the_site(site: Path, tmp_path: Path) -> None:
+    fab = bundle(tmp_path / "fab", "import flwr\n")
+    allow(site, fab)
+    (site / "flwr").write_text("a file, or a full disk")
+    error = run(site, fab)
+    assert error is not None
+    assert str(site) not in error
+    assert "cannot be installed" in error
+    assert str(site) in (site / "site.log").read_text()
+
+
 def test_any_means_any_app_and_an_empty_list_none(tmp_path: Path) -> None:
     save_policy(tmp_path / "policy.yaml", Policy(max_epsilon_local=1.0, allowed_fabs="any"))
     assert allowed_fabs(tmp_path) is None

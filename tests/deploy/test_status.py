@@ -13,7 +13,7 @@ import pytest
 from lensemble_flwr.cli import main
 from lensemble_flwr.config import config_hash, load_config
 from lensemble_flwr.deploy.coordinator_folder import create_coordinator
-from lensemble_flwr.deploy.status import read_status
+from lensemble_flwr.deploy.status import _held, read_status
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import new_manifest
 from lensemble_flwr.federation.plan import make_plan
@@ -74,6 +74,17 @@ def test_running_is_told_from_interrupted_by_the_lock_which_is_not_taken(run: Pa
     with open(run / "state" / "lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         assert read_status(run, 0).state == "running"
+
+
+def test_a_lock_on_another_disks_file_of_that_number_is_not_this_runs(tmp_path: Path) -> None:
+    lock, locks = tmp_path / "lock", tmp_path / "locks"
+    with lock.open("w"):
+        inode = lock.stat().st_ino
+        locks.write_text(f"1: FLOCK  ADVISORY  WRITE {os.getpid()} 00:ff:{inode} 0 EOF\n")
+        assert _held(lock, locks)
+    assert not _held(lock, locks)  # this process has it open no more: the lock is on another file
+    locks.write_text(f"1: FLOCK  ADVISORY  WRITE 0 00:ff:{inode} 0 EOF\n")
+    assert _held(lock, locks)  # a process that cannot be seen from here
 
 
 def test_the_expected_end(run: Path) -> None:

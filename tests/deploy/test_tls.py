@@ -82,6 +82,13 @@ def test_a_visit_verifies_and_reads_the_clock(pki: Path) -> None:
     assert 390 < days_left(server.certificate) < 400
 
 
+@pytest.mark.parametrize("date", ["tomorrow", "Mon, 99 Nov 99999 99:99:99 GMT", ""])
+def test_a_date_that_is_none_is_no_clock(pki: Path, date: str) -> None:
+    server = visit(f"127.0.0.1:{serve(pki, date)}", pki / "ca.crt")
+    assert server is not None
+    assert server.clock_ahead_s is None
+
+
 def test_another_authority_and_another_name_are_refused(pki: Path, tmp_path: Path) -> None:
     make_authority(tmp_path / "o.key", tmp_path / "o.crt", "lab.example.org")
     with pytest.raises(ConfigError, match="does not vouch"):

@@ -189,3 +189,22 @@ def test_what_is_formatted_is_read_back(tree: dict[str, Any]) -> None:
 def test_a_simulated_site_bounds_no_size_of_a_run() -> None:
     config = load_config("experiment=linear diloco.inner_steps=200000 diloco.rounds=20000")
     assert not list(simulated_policy(config).run_violations(config, []))
+
+
+@pytest.mark.parametrize("value", ["010", "0x10", "0b11", "1:30", "0o17"])
+def test_numbers_are_in_base_ten(tmp_path: Path, value: str) -> None:
+    """YAML 1.1 reads 010 as eight and 1:30 as ninety."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"max_epsilon_local: 1\nmin_survivors: {value}\n")
+    with pytest.raises(ConfigError, match="wrong type"):
+        load_policy(path)
+
+
+def test_a_bomb_of_anchors_is_refused_in_few_words(tmp_path: Path) -> None:
+    text = "max_epsilon_local: 1\nallowed_fabs:\n - &a [x,x,x,x,x,x,x,x,x,x]\n"
+    for before, name in zip("abcdef", "bcdefg", strict=True):
+        text += f" - &{name} [{','.join([f'*{before}'] * 10)}]\n"
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_policy(tmp_path / "policy.yaml")
+    assert len(caught.value.message) < 10**6

@@ -345,3 +345,18 @@ def test_replay_is_reproducible_and_claims_nothing(tmp_path: Path) -> None:
     assert why_not
     assert all(row["epsilon"] is None and not row["holds"] for row in rows)
     assert len(finals) == 1
+
+
+def test_a_new_folder_is_on_the_disk_before_what_it_holds_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may take a folder whose name was never synced, with every synced file in it: a latch, a RoundOpen."""
+    synced: list[Path] = []
+    for module in ("lensemble_flwr.federation.run_folder", "lensemble_flwr.federation.site"):
+        monkeypatch.setattr(f"{module}.sync_folder", lambda folder: synced.append(Path(folder)))
+    federation = Federation(tmp_path, "diloco.rounds=1")
+    federation.start()
+    assert any(folder.name == "state" for folder in synced)
+    for path in tmp_path.rglob("over"):
+        assert path.parent in synced
+    assert [path for path in tmp_path.rglob("over") if path.is_dir()]
