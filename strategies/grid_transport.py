@@ -6,6 +6,9 @@ spend budget afterwards.
 
 Large vectors are pulled one reply at a time and handed over before the next is pulled, so what the coordinator holds
 does not grow with the number of participants. How a vector is cut into arrays: :mod:`clients.vectors`.
+
+A node that sends what Flower cannot put together to a message is a dropout. Flower 1.42 raises then, and has deleted
+what it found in the same look: those nodes drop out, too, once, for from then on each reply is asked for alone.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
 
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import from_record, to_record
@@ -26,6 +30,8 @@ from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, VECTOR
 
 HELD_BYTES = 1 << 26
 """Replies are pulled together while their vectors are no more than this."""
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, DecodeError)
+"""What Flower raises over objects that are not what they say; what a lost connection raises is none of these."""
 POLL_S, POLL_S_SIMULATED = 0.5, 0.05
 """Seconds between two looks for replies: over the network, and within one machine's simulation."""
 
@@ -36,6 +42,7 @@ class GridTransport:
     def __init__(self, grid: Grid, group: str = "") -> None:
         self._grid = grid
         self._group = group
+        self._alone = False
 
     @property
     def simulation(self) -> bool:
@@ -86,8 +93,16 @@ class GridTransport:
         while left:
             last, found = time.monotonic() >= deadline, False
             names = sorted(left)
-            for start in range(0, len(names), at_once):
-                replies = list(self._grid.pull_messages(names[start : start + at_once]))
+            while names:
+                size = 1 if self._alone else at_once
+                look, names = names[:size], names[size:]
+                try:
+                    replies = list(self._grid.pull_messages(look))
+                except MALFORMED:
+                    self._alone, found = True, True
+                    if len(look) == 1:
+                        left.discard(look[0])
+                    continue
                 found |= bool(replies)
                 while replies:
                     left.discard(replies[-1].metadata.reply_to_message_id)

@@ -7,15 +7,18 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import PART_BYTES, to_record
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
 from strategies import SecureDiLoCo
-from strategies.grid_transport import HELD_BYTES, GridTransport, parse_reply, read_vector
+from strategies.grid_transport import HELD_BYTES, MALFORMED, GridTransport, parse_reply, read_vector
 
 pytestmark = pytest.mark.usefixtures("flower_task")
 
@@ -63,6 +66,54 @@ def test_an_error_reply_of_a_lost_node_is_nobodys_reply() -> None:
     assert transport.nodes() == [1, 2, 3]
     replies = dict(transport.exchange(Stage.OPEN, {n: {BODY: b"x"} for n in (1, 2, 3)}, timeout=1.0))
     assert {n: r.body for n, r in replies.items()} == {2: b"ok"}
+
+
+class HostileGrid(FakeGrid):
+    """Flower's, whose second node sent objects that are no message: it raises, and what it had found is gone."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        there = [name for name in sorted(message_ids) if self.replies[name] is not None]
+        found = {name: self.replies.pop(name) for name in there}
+        self.replies.update(dict.fromkeys(there))
+        if "m1" in found:
+            raise KeyError("an object that is not there")
+        return [reply for reply in found.values() if reply is not None]
+
+
+def test_a_reply_that_is_no_message_is_a_dropout_and_takes_others_with_it_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = GridTransport(HostileGrid(body_reply))  # type: ignore[arg-type]
+    asked: dict[int, dict[str, Any]] = {n: {BODY: b"x"} for n in (1, 2, 3)}
+    assert not dict(transport.exchange(Stage.OPEN, asked, timeout=0.1))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for what will not come"))
+    assert set(dict(transport.exchange(Stage.SHARE, asked, timeout=60.0))) == {1, 3}
+
+
+def test_flowers_own_errors_over_hostile_objects_are_known() -> None:
+    message = body_reply(Message(RecordDict(), dst_node_id=2, message_type=Stage.OPEN, group_id="1"))
+    message.content["v"] = to_record(np.ones(5, np.float32))
+    whole = {name: thing.deflate() for name, thing in get_all_nested_objects(message).items()}
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(600):
+        objects = dict(whole)
+        name, other = rng.choice(list(whole), 2)
+        kind, cut = rng.integers(4), int(rng.integers(len(objects[name])))
+        if kind == 0:
+            objects[name] = objects[name][:cut] + rng.bytes(1) + objects[name][cut + 1 :]
+        elif kind == 1:
+            objects[name] = objects[name][:cut]
+        elif kind == 2:
+            objects[name] = whole[other]
+        else:
+            del objects[name]
+        try:
+            inflated: Any = inflate_object_from_contents(message.object_id, objects)
+            inflated.metadata.__dict__["_message_id"] = "m"
+        except MALFORMED:
+            refused += 1
+    assert refused > 300
+    assert not issubclass(httpx.HTTPError, MALFORMED)
 
 
 def test_messages_die_with_the_timeout_and_theta_is_serialised_once() -> None:
