@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import secrets
-import shlex
 import sys
 import time
 import traceback
@@ -53,6 +52,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from lensemble_flwr.config import check_length, join_overrides, load_config
     from lensemble_flwr.federation.manifest import git_revision
+    from lensemble_flwr.federation.run_folder import RunFolder, resume_command
     from lensemble_flwr.launch import app_dir, run_federation
 
     if arguments.superlink is not None:  # before a rehearsal, and before a folder is made for a run that cannot be
@@ -68,6 +68,7 @@ def _run(argv: Sequence[str]) -> int:
             )
         folder = _folder_of_run(arguments.resume, "federation.json")
         overrides = _overrides_of_run(folder)
+        RunFolder(folder).check_runtime(arguments.superlink is None)
         config = load_config(overrides)
     else:
         config = load_config(overrides)
@@ -128,7 +129,7 @@ def _run(argv: Sequence[str]) -> int:
     if (folder / "rounds.jsonl").is_file():
         _print_report(folder)
     if result.exit_status == EXIT_INTERRUPTED:
-        print(f"Stopped. To continue: lensemble run --resume {shlex.quote(str(folder))}", file=sys.stderr)
+        print(f"Stopped. To continue: {resume_command(folder, arguments.superlink)}", file=sys.stderr)
     elif result.exit_status != EXIT_OK:
         print(f"The federation failed: {result.details}", file=sys.stderr)
         print(f"Flower's log: {folder / LOG_NAME}", file=sys.stderr)

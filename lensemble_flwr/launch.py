@@ -419,7 +419,8 @@ def find_connection(name: str) -> Mapping[str, object]:
         raise ConfigError(
             f"The SuperLink connection {name!r} {why}.",
             f'{hint}Add [superlink.{name}] with address = "HOST:PORT" and root-certificates = "/path/ca.crt", '
-            "or leave --superlink out for a simulation on this machine.",
+            "or leave --superlink out for a simulation on this machine. A coordinator has its own connection in its "
+            "folder: FLWR_HOME=COORDINATOR/flwr lensemble run ...",
         )
     return dict(connections[name])
 
@@ -645,7 +646,8 @@ class _Run:
                 if not status:
                     raise LaunchError(
                         f"The SuperLink no longer answers: {details or 'no answer'}",
-                        "The run may go on without this command; look with flwr list, continue later with --resume.",
+                        "The run may go on without this command; look with flwr list, continue later with --superlink "
+                        "and --resume.",
                     )
                 self._reattach()
         except _Interrupted:

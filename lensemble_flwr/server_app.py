@@ -62,12 +62,14 @@ def _run(grid: Grid, context: Context) -> None:
     simulation = GridTransport(grid).simulation
     if resume:
         folder = RunFolder.open(Path(resume))
+        folder.check_runtime(simulation)
         config = load_config(folder.federation["overrides"])
         folder = RunFolder.open(Path(resume), config_hash(config))
     else:
         config = load_config(split_overrides(overrides))
         _check_runtime(config, simulation)
-        folder = RunFolder.create(output_folder(config, context.run_id), config_hash(config), config.overrides)
+        path = output_folder(config, context.run_id)
+        folder = RunFolder.create(path, config_hash(config), config.overrides, simulation=simulation)
     _check_runtime(config, simulation)
     with folder.lock(), log_context():  # before anything in it is touched
         folder.stop_file.unlink(missing_ok=True)  # it was for the process that ended

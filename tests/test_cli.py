@@ -200,7 +200,7 @@ def test_report_is_written_when_a_round_was_finished(
     assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 3
     assert "REPORT" not in capsys.readouterr().out
     for file in ("federation.json", "rounds.jsonl"):
-        Path("out", file).write_text('{"overrides": ["experiment=linear"]}')
+        Path("out", file).write_text(json.dumps({"overrides": ["experiment=linear"], "federation_id": "00" * 32}))
     assert cli.main(["run", "--resume", "out"]) == 3
     assert f"REPORT {Path('out').absolute()}" in capsys.readouterr().out
 
@@ -288,7 +288,8 @@ def test_resume_uses_the_runs_own_overrides(
     calls = federation(DONE)
     Path("out").mkdir()
     overrides = ["experiment=linear", "seed=9", "federation.participants=5"]
-    Path("out", "federation.json").write_text(json.dumps({"overrides": overrides}))
+    record = {"overrides": overrides, "federation_id": "00" * 32, "simulation": False}
+    Path("out", "federation.json").write_text(json.dumps(record))
     assert cli.main(["run", "seed=1", "--resume", "out"]) == 2
     assert "leave the overrides out" in capsys.readouterr().err
     monkeypatch.setattr("lensemble_flwr.deploy.superlink.check_superlink", lambda name: None)
@@ -298,6 +299,29 @@ def test_resume_uses_the_runs_own_overrides(
     assert (call["num_supernodes"], call["resume"], call["superlink"]) == (5, str(Path("out").absolute()), "lab")
     Path("out", "federation.json").write_text("{")
     assert cli.main(["run", "--resume", "out"]) == 1
+
+
+@pytest.mark.parametrize("simulation", [True, False])
+def test_a_run_goes_on_with_the_kind_of_sites_that_it_began_with(
+    federation: Callable[..., list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    simulation: bool,
+) -> None:
+    calls = federation(DONE)
+    Path("out").mkdir()
+    record = {"overrides": ["experiment=linear"], "federation_id": "00" * 32, "simulation": simulation}
+    Path("out", "federation.json").write_text(json.dumps(record))
+    monkeypatch.setattr("lensemble_flwr.deploy.superlink.check_superlink", lambda name: None)
+    right, wrong = [], ["--superlink", "lab"]
+    if not simulation:
+        right, wrong = wrong, right
+    assert cli.main(["run", "--resume", "out", *wrong]) == 2
+    told = capsys.readouterr().err
+    assert "is one of simulated sites" in told if simulation else "is one of real sites" in told
+    assert f"lensemble run {'' if simulation else '--superlink NAME '}--resume {Path('out').absolute()}" in told
+    assert not calls
+    assert cli.main(["run", "--resume", "out", *right]) == 0
 
 
 def test_failure_to_launch(federation: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from flwr.app import Context, RecordDict
 
 from lensemble_flwr import server_app
 from lensemble_flwr.config import config_hash
-from lensemble_flwr.errors import DataError
+from lensemble_flwr.errors import ConfigError, DataError
 from lensemble_flwr.federation.coordinator import Coordinator
 from lensemble_flwr.federation.manifest import read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder
@@ -24,7 +24,8 @@ Serve = Callable[[], None]
 @pytest.fixture
 def federation(tmp_path: Path) -> Federation:
     federation = Federation(tmp_path, "federation.participants=4 federation.min_participants=3 diloco.rounds=2")
-    federation.folder = RunFolder.create(tmp_path / "run", config_hash(federation.config), federation.config.overrides)
+    config = federation.config
+    federation.folder = RunFolder.create(tmp_path / "run", config_hash(config), config.overrides, simulation=False)
     return federation
 
 
@@ -61,6 +62,18 @@ def serve(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> Serve:
     run_config: Any = {"overrides": "", "resume": str(federation.tmp / "run")}
     context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config=run_config)
     return lambda: server_app._run(cast(Any, None), context)
+
+
+def test_a_run_of_real_sites_is_not_simulated_on(federation: Federation, serve: Serve) -> None:
+    path = federation.tmp / "run" / "federation.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "simulation": True}))
+    before = {p: p.read_bytes() for p in path.parent.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="is one of simulated sites"):
+        serve()
+    assert {p: p.read_bytes() for p in path.parent.rglob("*") if p.is_file()} == before
+    path.write_text(json.dumps({name: value for name, value in record.items() if name != "simulation"}))
+    serve()  # one from before that was recorded
 
 
 def roots(federation: Federation) -> list[str]:

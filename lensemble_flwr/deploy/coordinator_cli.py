@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +51,11 @@ def _init(options: argparse.Namespace) -> int:
     print(f"Authority: {coordinator.fingerprint}")
     print(f"App:       {bundle_hash()}")
     print(f"1. Give to every site:     {folder / 'ca.crt'}, the address {coordinator.address}, and both lines above")
-    print(f"2. Let each site in:       lensemble coordinator admit {folder} CARD.JSON")
+    print(f"2. Let each site in:       lensemble coordinator admit {shlex.quote(str(folder))} CARD.JSON")
     print(f"3. Start the SuperLink:    {folder / 'superlink.sh'} (or {folder / 'lensemble-coordinator.service'})")
-    print(f"4. Hand over the keys:     lensemble coordinator register {folder}")
-    print(f"5. Run:                    FLWR_HOME={folder / 'flwr'} lensemble run --superlink {coordinator.name} ...")
+    print(f"4. Hand over the keys:     lensemble coordinator register {shlex.quote(str(folder))}")
+    home = shlex.quote(str(folder / "flwr"))
+    print(f"5. Run:                    FLWR_HOME={home} lensemble run --superlink {coordinator.name} ...")
     print(f"   or add to ~/.flwr/config.toml:\n{coordinator.connection}", end="")
     return EXIT_OK
 
@@ -69,7 +71,9 @@ def _admit(options: argparse.Namespace) -> int:
 
 def _dismiss(options: argparse.Namespace) -> int:
     dismiss(_own_folder(options), options.name)
-    print("Its key stays in the SuperLink until: flwr supernode unregister NODE_ID (flwr supernode list tells it).")
+    home = shlex.quote(str(options.folder.expanduser().absolute() / "flwr"))
+    print(f"Its key stays in the SuperLink until: FLWR_HOME={home} flwr supernode unregister NODE_ID")
+    print("(lensemble coordinator nodes tells the id).")
     return EXIT_OK
 
 
@@ -88,8 +92,11 @@ def _ping(options: argparse.Namespace) -> int:
 
 
 def _nodes(options: argparse.Namespace) -> int:
-    for name, status in nodes(_folder(options)):
+    found = nodes(_folder(options))
+    for name, status in found:
         print(f"{name}  {status}")
+    if not found:
+        print("The SuperLink knows no site yet: lensemble coordinator register.")
     return EXIT_OK
 
 

@@ -207,7 +207,9 @@ def register(coordinator: Coordinator) -> Iterable[tuple[str, str]]:
     for name in sorted(read_roster(coordinator)):
         key = coordinator.folder / "sites" / f"{name}.pub"
         try:
-            flwr(coordinator, "supernode", "register", str(key), coordinator.name, "--name", name)
+            words = ("register", str(key), coordinator.name, "--name", name, "--format", "json")
+            node = _answer(flwr(coordinator, "supernode", *words), "node-id")
+            atomic_write(key.with_suffix(".node"), f"{node}\n".encode(), mode=0o644)
             yield name, "registered"
         except LaunchError as error:
             if "already" not in error.message:
@@ -216,14 +218,25 @@ def register(coordinator: Coordinator) -> Iterable[tuple[str, str]]:
 
 
 def nodes(coordinator: Coordinator) -> list[tuple[str, str]]:
-    """(name, status) of every SuperNode that the SuperLink knows; status as Flower says it (online, offline ...).
+    """(which, status) of every SuperNode that the SuperLink knows; status as Flower says it (online, offline ...).
+
+    Which is Flower's node id, with the site's name where this folder registered the site's present key as that node.
 
     Raises:
         LaunchError: the SuperLink does not answer.
     """
-    text = flwr(coordinator, "supernode", "list", coordinator.name, "--format", "json")
+    names = {path.read_text().strip(): path.stem for path in (coordinator.folder / "sites").glob("*.node")}
+    found = _answer(flwr(coordinator, "supernode", "list", coordinator.name, "--format", "json"), "nodes")
     try:
-        found = json.JSONDecoder().raw_decode(text, text.index("{"))[0]["nodes"]
-        return sorted((str(n.get("name") or n.get("node-id")), str(n["status"]).lower()) for n in found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LaunchError(f"flwr supernode list answered in an unknown way: {text[:200]}") from error
+        known = [(str(node["node-id"]), str(node["status"]).lower()) for node in found]
+    except (KeyError, TypeError) as error:
+        raise LaunchError(f"flwr supernode list answered in an unknown way: {str(found)[:200]}") from error
+    return sorted((f"{names[node]} (node {node})" if node in names else f"node {node}", how) for node, how in known)
+
+
+def _answer(text: str, name: str) -> Any:
+    """A value of the JSON that a command of Flower's printed, after lines of its own."""
+    try:
+        return json.JSONDecoder().raw_decode(text, text.index("{"))[0][name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"Flower answered in an unknown way: {text[:200]}") from error

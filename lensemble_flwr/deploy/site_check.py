@@ -98,6 +98,12 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
                 "participants sees this site's update with little noise. Set require_roster and require_consistency, "
                 "or max_epsilon_local",
             )
+    with found.about("roster"):
+        roster = site.roster
+        if roster is not None and roster.strangers([site.identity]):
+            found.add(BAD, "roster", f"this site is missing in its own roster: lensemble site roster {folder}")
+        elif roster is None and policy is not None and policy.require_roster:
+            found.add(BAD, "roster", "the policy requires a roster, and none is pinned: lensemble site roster")
     with found.about("ledger"):
         _ledger(found, site, policy)
     with found.about("disk"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def _init(options: argparse.Namespace) -> int:
     site = create_site(folder, settings, policy)
     if recordings is not None:
         save_dataset(folder, Path(data), recordings.spec)
+    quoted = shlex.quote(str(folder))
     print(f"The site {settings.name} is in {folder}.")
     if recordings is not None:
         print(f"Data:          {len(recordings)} recordings in {data}, body {recordings.embodiment},")
@@ -90,10 +92,10 @@ def _init(options: argparse.Namespace) -> int:
     print(f"SuperNode key: {read_node_key(folder / 'supernode.key')}")
     print(f"1. Read and change its rules:   {folder / 'policy.yaml'}")
     print(f"2. Give to the coordinator:     {folder / 'card.json'} (holds the two lines above, nothing secret)")
-    print(f"3. With the coordinator's help: lensemble site connect {folder} HOST:PORT CA.CRT")
+    print(f"3. With the coordinator's help: lensemble site connect {quoted} HOST:PORT CA.CRT")
     if wary:
-        print(f"   and pin the other sites:     lensemble site roster {folder} --add NAME=IDENTITY ...")
-    print(f"4. Before each run:             lensemble site check {folder} [KEY=VALUE ...]")
+        print(f"   and pin the other sites:     lensemble site roster {quoted} --add NAME=IDENTITY ...")
+    print(f"4. Before each run:             lensemble site check {quoted} [KEY=VALUE ...]")
     print(f"5. Start:                       {folder / 'supernode.sh'} (or {folder / 'lensemble-site.service'})")
     return EXIT_OK
 
@@ -165,8 +167,8 @@ def _rotate(options: argparse.Namespace) -> int:
     print(f"New SuperNode key: {read_node_key(site.folder / 'supernode.key')}")
     print("The identity, the ledger and the rosters of others are as they were. The old key is deleted.")
     print(f"1. Give to the coordinator: {site.folder / 'card.json'}")
-    print("   It runs lensemble coordinator admit and register, and flwr supernode unregister for the old key,")
-    print("   which counts until then.")
+    print("   It runs lensemble coordinator admit and register, and flwr supernode unregister for the old key, which")
+    print("   counts until then: the id is that of lensemble coordinator nodes before it registers the new one.")
     print("2. Restart the SuperNode.")
     return EXIT_OK
 

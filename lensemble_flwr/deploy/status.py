@@ -39,7 +39,8 @@ class Status:
     error: str = ""
     """What ended it, with what to do: the coordinator's own text, which holds public values only."""
     logs: tuple[Path, ...] = ()
-    resumable: bool = True
+    again: str = "start it again: it has no round to resume"
+    """What a person does when it has stopped."""
 
     @property
     def healthy(self) -> bool:
@@ -94,8 +95,7 @@ class Status:
             lines.append(f"why: {self.error}")
         lines += [f"log: {path}" for path in self.logs]
         why = "nobody works on it" if self.state == "interrupted" else "then"
-        again = "lensemble run --resume continues it" if self.resumable else "start it again: it has no round to resume"
-        lines.append(f"{why}: {again}")
+        lines.append(f"{why}: {self.again}")
         return lines
 
 
@@ -111,7 +111,7 @@ def read_status(folder: Path, now: float) -> Status:
             raise no_run(folder)
         if _held(folder / "flower.log"):  # lensemble run is at work and Flower has not come that far
             return Status("running", 0, [], None, 0.0)
-        return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs, False)
+        return Status(NOT_STARTED, 0, [], None, 0.0, "Its ServerApp never began, or had no folder.", logs)
     run = RunFolder.open(folder)
     rounds, state, detail = _sound(run), RUNNING, ""
     if (folder / "manifest.json").exists():
@@ -122,7 +122,7 @@ def read_status(folder: Path, now: float) -> Status:
     state, text = _how_it_stands(state, detail, run.last_word(), _held(folder / "state" / "lock"))
     path = folder / "rounds.jsonl"
     age = now - path.stat().st_mtime if path.is_file() else 0.0
-    return Status(state, planned, rounds, target, max(0.0, age), text, logs)
+    return Status(state, planned, rounds, target, max(0.0, age), text, logs, run.resume_command())
 
 
 def _how_it_stands(state: str, detail: str, last: dict[str, str], held: bool | None) -> tuple[str, str]:

@@ -213,6 +213,8 @@ def _clock_ahead(answer: str, now: float) -> float | None:
 
 def split_address(address: str) -> tuple[str, int]:
     """``HOST:PORT`` (an IPv6 address in brackets). Raises ConfigError for anything else."""
+    if "://" in address:
+        raise ConfigError(f"{address!r} names a protocol.", "Write only HOST:PORT.")
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is not HOST:PORT.", "Write it as in superlink.example.org:8000.")

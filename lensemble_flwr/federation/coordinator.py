@@ -496,7 +496,7 @@ class Coordinator:
         if self.stop_asked():
             raise RunStopped(
                 "The run was asked to stop. What the sites have paid for is kept.",
-                f"To go on: lensemble run --resume {self.folder.path}",
+                f"To go on: {self.folder.resume_command()}",
             )
 
     def _present(self) -> set[bytes]:

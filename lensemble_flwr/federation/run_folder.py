@@ -26,6 +26,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +82,17 @@ def no_run(path: Path) -> ConfigError:
     return ConfigError(f"There is no run in {path}.", "Name the folder that lensemble run printed.")
 
 
+def resume_command(path: Path, superlink: str | None) -> str:
+    """What continues a run.
+
+    Args:
+        path: the run's folder.
+        superlink: the connection; ``"NAME"`` where it is not known, None for a run of simulated sites.
+    """
+    where = f"--superlink {superlink} " if superlink is not None else ""
+    return f"lensemble run {where}--resume {shlex.quote(str(path))}"
+
+
 class RunFolder:
     """One run's output folder; holds a lock while a coordinator works in it."""
 
@@ -90,8 +102,13 @@ class RunFolder:
     # ------------------------------------------------------------------ making and finding
 
     @classmethod
-    def create(cls, path: Path, config_hash: bytes, overrides: tuple[str, ...]) -> RunFolder:
+    def create(
+        cls, path: Path, config_hash: bytes, overrides: tuple[str, ...], *, simulation: bool = True
+    ) -> RunFolder:
         """A new run: fresh federation id = SHA-256(fresh nonce, configuration hash).
+
+        Args:
+            simulation: whether its sites are simulated; the run stays what it is.
 
         Raises:
             ConfigError: the folder holds something already.
@@ -117,6 +134,7 @@ class RunFolder:
             "config_hash": config_hash.hex(),
             "federation_id": hashlib.sha256(b"lensemble federation\0" + nonce + config_hash).hexdigest(),
             "overrides": list(overrides),
+            "simulation": simulation,
         }
         atomic_write(path / "federation.json", (json.dumps(record, indent=1) + "\n").encode(), mode=0o644)
         return cls(path)
@@ -137,6 +155,28 @@ class RunFolder:
                 "Resume without overrides: the run's own are used.",
             )
         return folder
+
+    def check_runtime(self, simulation: bool) -> None:
+        """A run of real sites goes on with these, one of simulated sites with those.
+
+        Raises:
+            ConfigError: it would go on with the others, who would burn its open round and end it in its name.
+        """
+        if self._simulation is not None and self._simulation != simulation:
+            kind = "simulated" if self._simulation else "real"
+            raise ConfigError(
+                f"The run in {self.path} is one of {kind} sites.", f"To continue it: {self.resume_command()}"
+            )
+
+    def resume_command(self) -> str:
+        """What continues this run."""
+        return resume_command(self.path, "NAME" if self._simulation is False else None)
+
+    @property
+    def _simulation(self) -> bool | None:
+        """Whether its sites are simulated; None: not recorded."""
+        found = self.federation.get("simulation")
+        return found if isinstance(found, bool) else None
 
     @property
     def federation(self) -> dict[str, Any]:

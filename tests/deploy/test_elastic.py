@@ -14,6 +14,7 @@ from tests.deploy.deployment import (
     PATIENCE,
     Federation,
     assert_consistent,
+    script,
     supervise,
     wait,
 )
@@ -54,7 +55,7 @@ def test_orderly_stops_of_the_command_and_of_the_superlink(deployment: Any, tmp_
     federation.process.send_signal(signal.SIGTERM)
     assert federation.end(200) == 130
     log = (deployment.coordinator.folder / "run.log").read_text()
-    assert f"To continue: lensemble run --resume {federation.out}" in log
+    assert f"To continue: lensemble run --superlink {script().NAME} --resume {federation.out}" in log
     assert status(federation) == "STOPPED"
     done = len(federation.rounds())
 
