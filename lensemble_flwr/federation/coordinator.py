@@ -410,7 +410,7 @@ class Coordinator:
                 continue
             if reply_refused:
                 self._join_refusals[node] = problem
-            self.on_event("refused", {"stage": Stage.JOIN, "code": problem})
+            self.on_event("refused", {"stage": Stage.JOIN, "code": problem, **self._which(node, identity)})
             earlier = self._strangers.get(node)
             wait = min(2 * earlier.wait, MOST_WAIT_S) if earlier else LEAST_WAIT_S
             self._strangers[node] = _Stranger(now + wait, wait, identity)
@@ -487,8 +487,15 @@ class Coordinator:
                 answers[by_node[node]] = reply
             else:
                 refusals[by_node[node]] = reply.refusal
-                self.on_event("refused", {"stage": stage, "code": reply.refusal.name})
+                which = self._which(node, by_node[node])
+                self.on_event("refused", {"stage": stage, "code": reply.refusal.name, **which})
         return answers, refusals
+
+    def _which(self, node: int, identity: bytes | None) -> dict[str, str]:
+        """How the log names a participant: by Flower's id, and by the roster's name where there is one."""
+        named = self.roster.members.items() if self.roster is not None else ()
+        site = next((name for name, key in named if key == identity), None)
+        return {"node": str(node)} if site is None else {"node": str(node), "site": site}
 
     # ------------------------------------------------------------------ one round
 

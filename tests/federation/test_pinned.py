@@ -540,7 +540,9 @@ def test_nobody_joins_in_anothers_name_or_binds_it_to_another_root(tmp_path: Pat
 
     federation.transport.after = after
     federation.start()
-    assert ("refused", {"stage": Stage.JOIN, "code": "BAD_SIGNATURE"}) in federation.events
+    told = [fields for name, fields in federation.events if name == "refused"]
+    assert {(fields["stage"], fields["code"]) for fields in told} == {(Stage.JOIN, "BAD_SIGNATURE")}
+    assert len({fields["node"] for fields in told}) == 1  # the liar, and who it is
     assert outcomes(federation) == [("committed", 3)]
 
 
