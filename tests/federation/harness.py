@@ -107,6 +107,11 @@ class Federation:
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda name, fields: None
         self.folder: RunFolder | None = None
 
+    @property
+    def refusals(self) -> set[tuple[str, str]]:
+        """(stage, code) of what was refused."""
+        return {(fields["stage"], fields["code"]) for name, fields in self.events if name == "refused"}
+
     def start(self, **kwargs: Any) -> np.ndarray:
         self.folder = RunFolder.create(self.tmp / "run", config_hash(self.config), self.config.overrides)
         return self._run(**kwargs)

@@ -186,7 +186,7 @@ def test_a_stranger_that_refuses_to_join_does_not_end_a_run_under_way(tmp_path: 
     federation.transport.after = lambda stage, node, reply: Reply(refusal=code) if node == STRANGER else reply
     federation.start()
     assert [r["participants"] for r in federation.rounds()] == [4, 4]
-    assert ("refused", {"stage": Stage.JOIN, "code": code.name}) in federation.events
+    assert (Stage.JOIN, code.name) in federation.refusals
 
 
 def test_a_silent_stranger_is_waited_for_once_and_briefly(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_more_nodes_than_planned_neither_end_the_run_nor_enlarge_the_roster(tmp_
     add_stranger(federation, 999)
     federation.start()
     assert [(r["outcome"], r["roster"]) for r in federation.rounds()] == [("committed", 4)]
-    assert ("refused", {"stage": Stage.JOIN, "code": "FULL"}) in federation.events
+    assert (Stage.JOIN, "FULL") in federation.refusals
 
 
 def test_a_participant_whose_node_was_restarted_comes_back(tmp_path: Path) -> None:
@@ -648,15 +648,15 @@ def test_the_same_folder_resumes_when_nobody_edited_it(tmp_path: Path, broken_of
 
 
 def test_a_second_coordinator_does_not_touch_the_folder_of_a_running_one(tmp_path: Path, broken_off: Path) -> None:
-    class NoGrid:
-        """A grid on which nobody is connected."""
+    class InMemoryGrid:
+        """A simulation's, on which nobody is connected."""
 
     folder = RunFolder(copy_of(broken_off, tmp_path).tmp / "run")
     (folder.path / "manifest.json").write_text("of the first")
     run_config: Any = {"overrides": "", "resume": str(folder.path)}
     context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config=run_config)
     with folder.lock(), pytest.raises(ConfigError, match="Another run is working"):
-        server_app._run(cast(Any, NoGrid()), context)
+        server_app._run(cast(Any, InMemoryGrid()), context)
     assert (folder.path / "manifest.json").read_text() == "of the first"
 
 
