@@ -63,7 +63,7 @@ def test_orderly_stops_of_the_command_and_of_the_superlink(deployment: Any, tmp_
     federation.wait_for_rounds(done + 1)
     superlink = next(p for p in deployment.coordinator.processes if "superlink.sh" in str(p.args))
     superlink.send_signal(signal.SIGTERM)
-    assert superlink.wait(60 * PATIENCE) == 0
+    assert superlink.wait(60 * PATIENCE) in (0, -signal.SIGTERM)  # by Flower's handler, or by its web server's
     deployment.coordinator.processes.remove(superlink)
     ended = federation.end(300)
     assert ended == (0 if len(federation.rounds()) == 3 else 1)
