@@ -379,10 +379,9 @@ def _new_folder(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be used: {error.strerror}.", "Choose another folder.") from error
     if there:
-        raise ConfigError(
-            f"output_dir={folder} is not empty ({there[0]}).",
-            f"Choose another folder, or continue the run in it: lensemble run --resume {folder}",
-        )
+        from lensemble_flwr.federation.run_folder import not_empty
+
+        raise not_empty(folder, there[0])
     return folder
 
 

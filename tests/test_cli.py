@@ -320,6 +320,8 @@ def test_a_run_goes_on_with_the_kind_of_sites_that_it_began_with(
     told = capsys.readouterr().err
     assert "is one of simulated sites" in told if simulation else "is one of real sites" in told
     assert f"lensemble run {'' if simulation else '--superlink NAME '}--resume {Path('out').absolute()}" in told
+    assert cli.main(["run", "experiment=linear", "output_dir=out"]) == 2  # a second run over the first
+    assert f"{'' if simulation else '--superlink NAME '}--resume {Path('out').absolute()}" in capsys.readouterr().err
     assert not calls
     assert cli.main(["run", "--resume", "out", *right]) == 0
 

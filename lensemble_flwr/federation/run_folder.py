@@ -82,6 +82,14 @@ def no_run(path: Path) -> ConfigError:
     return ConfigError(f"There is no run in {path}.", "Name the folder that lensemble run printed.")
 
 
+def not_empty(path: Path, found: str) -> ConfigError:
+    """The error of a new run in a folder that holds something."""
+    hint = "Choose another folder."
+    if (path / "federation.json").is_file():
+        hint = f"Choose another folder, or continue the run in it: {RunFolder(path).resume_command()}"
+    return ConfigError(f"output_dir={path} is not empty ({found}).", hint)
+
+
 def resume_command(path: Path, superlink: str | None) -> str:
     """What continues a run.
 
@@ -116,11 +124,8 @@ class RunFolder:
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(p.name not in ("flower.log",) for p in path.iterdir()):
-                raise ConfigError(
-                    f"The output folder {path} is not empty.",
-                    f"Choose another output_dir, or continue that run: lensemble run --resume {path}",
-                )
+            if found := sorted(p.name for p in path.iterdir() if p.name != "flower.log"):
+                raise not_empty(path, found[0])
             for name in ("checkpoints", "state"):
                 (path / name).mkdir()
         except OSError as error:

@@ -113,11 +113,15 @@ def _notice(run: RunData) -> Markup | None:
     if manifest.status == "completed" or not (manifest.detail or manifest.status == "running"):
         return None
     if manifest.status == "running":
+        where = "" if manifest.runtime.startswith("simulation") else "--superlink NAME "
         return el(
             "p",
             "The run has not ended: either it is still going on, or it was interrupted. An interrupted run goes on "
             "from its last finished round with ",
-            el("code", "lensemble run --resume"),
+            el(
+                "code",
+                f"lensemble run {where}--resume",
+            ),
             " and this folder.",
             class_="notice calm",
         )
