@@ -27,19 +27,26 @@ def recover(
     points = sorted(shares)
     if culprits:
         points.sort(key=culprits.__contains__)  # stable
-    for attempt, subset in enumerate(_runs(points, threshold)):
-        chosen = {x: shares[x] for x in subset}
+    for attempt, weights in enumerate(_runs(points, threshold)):
         try:
-            secret = shamir.combine(chosen)
+            secret = shamir.weighted(shares, weights)
         except SecureAggregationError:  # the interpolated value is no 32-byte string: some share is wrong
             continue
         if genuine(secret):
             if attempt:
-                culprits |= {x for x in points if shamir.interpolate(chosen, x) != shamir.parse(shares[x])}
+                others = [x for x in points if x not in weights]
+                expected = shamir.extrapolate(shares, weights, others)
+                culprits |= {x for x in others if expected[x] != shamir.parse(shares[x])}
             return secret
     return None
 
 
-def _runs(points: list[int], length: int) -> Iterator[list[int]]:
-    count = len(points) if length < len(points) else 1
-    return ((points[start:] + points[:start])[:length] for start in range(count))
+def _runs(points: list[int], length: int) -> Iterator[Mapping[int, int]]:
+    """The weights at zero of each run: those of the first, and then from run to run, so that a dealer whose shares fit
+    no secret costs a pass over the runs and not a pass over the pairs of points for each of them."""
+    weights = shamir.weights(tuple(points[:length]))
+    yield weights
+    if length < len(points):
+        for new in (points[length:] + points[:length])[: len(points) - 1]:
+            weights = shamir.slide(weights, new)
+            yield weights

@@ -8,8 +8,9 @@ values: do not use where an attacker can time it finely (here a participant shar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 from lensemble_flwr.errors import ContractViolation, SecureAggregationError
 from lensemble_flwr.secagg.entropy import Entropy
@@ -46,7 +47,12 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
         SecureAggregationError: malformed_message for a share that is not one, mask_reconstruction_failed if the
             result is no 32-byte string.
     """
-    value = interpolate(shares, 0)
+    return weighted(shares, weights(tuple(shares)))
+
+
+def weighted(shares: Mapping[int, bytes], at_zero: Mapping[int, int]) -> bytes:
+    """:func:`combine` with weights that are known: those of `at_zero` are taken, whatever else is in `shares`."""
+    value = sum(parse(shares[x]) * weight for x, weight in at_zero.items()) % PRIME
     if value >= 1 << 256:
         raise SecureAggregationError(
             "The shares do not give a secret of 32 bytes; at least one is wrong.", cause="mask_reconstruction_failed"
@@ -54,11 +60,33 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
     return value.to_bytes(SECRET_BYTES, "big")
 
 
-def interpolate(shares: Mapping[int, bytes], at: int) -> int:
-    """Value at `at` of the polynomial of degree < len(shares) through these shares."""
-    points = tuple(shares)
-    weights = _weights(points, at)
-    return sum(parse(share) * weight for share, weight in zip(shares.values(), weights, strict=True)) % PRIME
+@lru_cache(maxsize=64)  # a whole round is recovered from one set of members
+def weights(points: tuple[int, ...]) -> Mapping[int, int]:
+    """Lagrange's weights at zero, by point: the product of o / (o - x) over the other points o."""
+    _check_points(points)
+    return MappingProxyType({x: _weight(x, points) for x in points})
+
+
+def slide(at_zero: Mapping[int, int], new: int) -> Mapping[int, int]:
+    """The weights at zero once the first point has gone and `new` has come last, in linear time."""
+    gone, *kept = at_zero
+    common = _inverse(gone) * new % PRIME
+    slid = {x: at_zero[x] * (gone - x) * common % PRIME * _inverse(new - x) % PRIME for x in kept}
+    slid[new] = _weight(new, kept)
+    return slid
+
+
+def extrapolate(shares: Mapping[int, bytes], at_zero: Mapping[int, int], at: Collection[int]) -> dict[int, int]:
+    """Values, at other points, of the polynomial through the shares of the points in `at_zero`; linear time for each.
+
+    Lagrange's weight at z is that at zero times (z - o) / (0 - o) over the other points o.
+    """
+    terms = [(x, parse(shares[x]) * weight % PRIME * -x % PRIME) for x, weight in at_zero.items()]
+    values, below = {}, pow(_product(-x for x in at_zero), -1, PRIME)
+    for z in at:
+        scale = _product(z - x for x in at_zero) * below % PRIME
+        values[z] = sum(term * _inverse(z - x) for x, term in terms) * scale % PRIME
+    return values
 
 
 def parse(share: bytes) -> int:
@@ -84,15 +112,23 @@ def _check_points(points: Collection[int]) -> None:
         raise ContractViolation("The points of shares must be distinct and not zero.")
 
 
-@lru_cache(maxsize=64)  # a whole round is recovered from one set of members
-def _weights(points: tuple[int, ...], at: int) -> tuple[int, ...]:
-    _check_points(points)
-    weights = []
-    for x in points:
-        above = below = 1
-        for other in points:
-            if other != x:
-                above = above * (at - other) % PRIME
-                below = below * (x - other) % PRIME
-        weights.append(above * pow(below, -1, PRIME) % PRIME)
-    return tuple(weights)
+def _weight(x: int, points: Iterable[int]) -> int:
+    """Lagrange's weight of x at zero, among itself and other points."""
+    above = below = 1
+    for other in points:
+        if other != x:
+            above = above * other % PRIME
+            below = below * (other - x) % PRIME
+    return above * pow(below, -1, PRIME) % PRIME
+
+
+def _product(factors: Iterable[int]) -> int:
+    value = 1
+    for factor in factors:
+        value = value * factor % PRIME
+    return value
+
+
+@lru_cache(maxsize=1 << 12)  # points are roster positions: few differences
+def _inverse(value: int) -> int:
+    return pow(value, -1, PRIME)

@@ -71,6 +71,24 @@ def test_shares_against_independent_interpolation():
         assert through({x: numbers[x] for x in subset}, 0) == int.from_bytes(secret, "big")
 
 
+@given(st.lists(st.integers(1, 1024), min_size=2, max_size=12, unique=True), st.data())
+def test_sliding_weights_and_extrapolation_against_independent_interpolation(points, data):
+    length = data.draw(st.integers(1, len(points) - 1))
+    values = {x: int.from_bytes(Drbg(x)(32), "big") for x in points}
+    shares = {x: value.to_bytes(SHARE_BYTES, "big") for x, value in values.items()}
+    weights = shamir.weights(tuple(points[:length]))
+    for start in range(len(points) - length + 1):
+        chosen = points[start : start + length]
+        if start:
+            weights = shamir.slide(weights, chosen[-1])
+        assert list(weights) == chosen
+        at = through({x: values[x] for x in chosen}, 0)
+        assert sum(values[x] * weight for x, weight in weights.items()) % PRIME == at
+        others = [x for x in points if x not in chosen]
+        expected = {x: through({y: values[y] for y in chosen}, x) for x in others}
+        assert shamir.extrapolate(shares, weights, others) == expected
+
+
 def test_coefficients_are_fresh():
     secret = bytes(32)
     assert shamir.split(secret, 2, [1, 2], Drbg(0)) != shamir.split(secret, 2, [1, 2], Drbg(1))
@@ -134,3 +152,14 @@ def test_recovery_survives_neighbouring_liars_and_gives_up_without_spare_shares(
     assert culprits == {1, 2, 3, 7}
     few = {x: shares[x] for x in (1, 2)} | {3: bytes(33)}
     assert recovery.recover(few, 3, secret.__eq__, set()) is None
+
+
+def test_a_lying_dealer_costs_linear_time_for_each_run_of_shares(monkeypatch):
+    """Its shares fit no secret, which is known after all runs: each is a step from the one before."""
+    products = []
+    weight = shamir._weight
+    monkeypatch.setattr(shamir, "_weight", lambda x, points: products.append(x) or weight(x, points))
+    shares = shamir.split(bytes(32), 27, range(1, 41), Drbg(0))
+    shamir.weights.cache_clear()
+    assert recovery.recover(shares, 27, lambda found: False, set()) is None
+    assert len(products) == 27 + 39  # the first run's points, and one new point for each further run
