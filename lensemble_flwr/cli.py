@@ -455,6 +455,19 @@ def _share(gpus: int, participants: int) -> float:
 # ------------------------------------------------------------------------------------------------- display
 
 
+_MOST_TOLD = 5
+_NOT_ADMITTED = {
+    "SILENT": "it did not answer; it is asked again",
+    "FULL": "all places are taken",
+    "STRANGER": "the roster does not name it",
+    "IDENTITY_IN_USE": "it uses the identity of a site that is connected",
+    "DATASET_ROOT": "it came back with another dataset",
+    "BAD_SIGNATURE": "its signature does not hold",
+    "MALFORMED": "its answer cannot be read",
+}
+"""Why the coordinator lets a node not in; other codes are a participant's own."""
+
+
 class Display:
     """Shows what the ServerApp says in events, one table row a round, and keeps every line for the log file.
 
@@ -468,6 +481,7 @@ class Display:
         self._headline: str | None = None
         self._labels: Any = None
         self._now, self._since, self._drawn = "", clock(), False
+        self._troubles: dict[tuple[str, str], set[str]] = {}
         self._doing("starting Flower")
 
     def _keep(self, line: str) -> None:
@@ -526,6 +540,34 @@ class Display:
     def _on_joined(self, event: dict[str, Any]) -> None:
         self._print(f"{event.get('participants')} participants joined.")
 
+    def _on_waiting(self, event: dict[str, Any]) -> None:
+        needed = f" ({event['least']} are needed)" if event.get("least") else ""
+        self._print(
+            f"{event.get('joined')} of {event.get('participants')} participants joined; waiting for the others for at "
+            f"most {event.get('seconds_left')} s{needed}."
+        )
+
+    def _on_refused(self, event: dict[str, Any]) -> None:
+        code = str(event.get("code"))
+        if event.get("stage") == "query.join":
+            why = _NOT_ADMITTED.get(code, f"refused ({code}); its own log says why")
+            self._trouble(("join", code), f"{_who(event)} does not take part: {why}.")
+        else:
+            text = f"{_who(event)} refused {event.get('stage')} ({code}); its own log says why."
+            self._trouble((str(event.get("stage")), code), text)
+
+    def _on_excluded(self, event: dict[str, Any]) -> None:
+        cause = str(event.get("cause"))
+        self._trouble(("excluded", cause), f"What {_who(event)} sent was left out of the round ({cause}).")
+
+    def _trouble(self, kind: tuple[str, str], text: str) -> None:
+        """Say it once, and of each kind of trouble no more than a few."""
+        said = self._troubles.setdefault(kind, set())
+        if text in said or len(said) > _MOST_TOLD:
+            return
+        said.add(text)
+        self._print(text if len(said) <= _MOST_TOLD else f"More of the same ({kind[1]}): see coordinator.log.")
+
     def _on_closed(self, event: dict[str, Any]) -> None:
         self._print(f"{event.get('sites')} of {event.get('of')} sites were told how it ended.")
 
@@ -582,6 +624,11 @@ class Display:
             self._print("  ".join(h.rjust(w) for h, w in zip(head, self._widths, strict=True)))
         padded = [*cells, *[""] * (7 - len(cells)), *(_number(metrics.get(name)) for name in self._metrics)]
         self._print("  ".join(c.rjust(w) for c, w in zip(padded, self._widths, strict=True)))
+
+
+def _who(event: dict[str, Any]) -> str:
+    node = f"node {event.get('node')}"
+    return f"site {event['site']} ({node})" if "site" in event else node
 
 
 def _number(value: Any) -> str:

@@ -392,6 +392,40 @@ def test_one_row_a_round() -> None:
     assert log.getvalue().count("\n") == 6
 
 
+def test_who_is_waited_for_and_who_refused() -> None:
+    out = io.StringIO()
+    waiting = {"event": "waiting", "joined": 1, "participants": 3, "least": 2, "seconds_left": 540}
+    refused = {"event": "refused", "stage": "query.join", "code": "POLICY", "node": "12", "site": "lab"}
+    show(
+        cli.Display(out, io.StringIO(), verbose=False),
+        waiting,
+        {**waiting, "least": 0},
+        refused,
+        refused,
+        {"event": "refused", "stage": "query.join", "code": "STRANGER", "node": "13"},
+        {"event": "refused", "stage": "query.open_round", "code": "BUDGET", "node": "12", "site": "lab"},
+        {"event": "excluded", "round": 3, "cause": "bad_signature", "node": "12", "site": "lab"},
+    )
+    assert out.getvalue().splitlines()[1:] == [
+        "1 of 3 participants joined; waiting for the others for at most 540 s (2 are needed).",
+        "1 of 3 participants joined; waiting for the others for at most 540 s.",
+        "site lab (node 12) does not take part: refused (POLICY); its own log says why.",
+        "node 13 does not take part: the roster does not name it.",
+        "site lab (node 12) refused query.open_round (BUDGET); its own log says why.",
+        "What site lab (node 12) sent was left out of the round (bad_signature).",
+    ]
+
+
+def test_many_refusals_of_one_kind_are_cut_short() -> None:
+    out = io.StringIO()
+    display = cli.Display(out, io.StringIO(), verbose=False)
+    refused = {"event": "refused", "stage": "query.join", "code": "FULL"}
+    show(display, *({**refused, "node": str(node)} for node in range(100)))
+    lines = out.getvalue().splitlines()[1:]
+    assert len(lines) == 6
+    assert lines[-1] == "More of the same (FULL): see coordinator.log."
+
+
 def test_how_many_sites_heard_of_the_end() -> None:
     out = io.StringIO()
     show(cli.Display(out, io.StringIO(), verbose=False), {"event": "closed", "sites": 0, "of": 4})

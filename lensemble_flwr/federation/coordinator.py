@@ -73,6 +73,8 @@ LEAST_WAIT_S, MOST_WAIT_S = 30.0, 600.0
 """A node that did not join is asked again after this long, doubled each time."""
 LATE_JOIN_S = 30.0
 """How long newcomers may keep a running federation waiting."""
+REMIND_S = 60.0
+"""How long the coordinator waits for participants before it says again that it does."""
 SILENT_CLOSE_S = 120.0
 """How long the end of a run waits at least for members that did not answer what they were last asked."""
 
@@ -349,6 +351,7 @@ class Coordinator:
         patience = 5.0 if self.transport.simulation else federation.join_timeout_s
         began = self.clock()
         deadline = began + min(patience, federation.join_timeout_s)
+        told = (-1, -math.inf)
         while True:
             self._refresh()
             have = len(self.members)
@@ -358,6 +361,10 @@ class Coordinator:
                 return
             if now >= deadline:
                 raise self._too_few(have, now - began)
+            if have != told[0] or now - told[1] >= REMIND_S:
+                told = (have, now)
+                facts = {"joined": have, "participants": federation.participants, "least": least}
+                self.on_event("waiting", {**facts, "seconds_left": round(deadline - now)})
             self.sleep(min(1.0, max(0.0, deadline - self.clock())))
 
     def _too_few(self, have: int, waited: float) -> LensembleError:
@@ -659,15 +666,16 @@ class Coordinator:
                 raise _Void(f"{len(present)} of {len(opened.roster)} left after {stage}; {need} are needed")
             self._stop_if_asked()  # nobody was asked to reveal: the round can be taken up again
 
-        def excluded(cause: object) -> None:
-            self.on_event("excluded", {"round": opened.round, "cause": cause})
+        def excluded(identity: bytes, cause: object) -> None:
+            which = self._which(self.members[identity].node, identity)
+            self.on_event("excluded", {"round": opened.round, "cause": cause, **which})
 
         def take(add: Callable[[bytes, Any], None], answers: dict[bytes, Any]) -> None:
             for identity in sorted(answers):
                 try:
                     add(identity, answers[identity])
                 except SecureAggregationError as error:
-                    excluded(error.fields["cause"])
+                    excluded(identity, error.fields["cause"])
 
         request = {BODY: opened.encode(), ATTEMPT: attempt, CLOSES: last.encode() if last else b""}
         if has_keys:
@@ -709,12 +717,12 @@ class Coordinator:
                     got_root=root.hex(),
                     round=opened.round,
                 )
-                return excluded(mismatch.code)
+                return excluded(identity, mismatch.code)
             try:
                 vector = from_wire(cast(np.ndarray, reply.vector), ring)
                 session.add_masked(identity, message, vector, root, threads=cores())
             except SecureAggregationError as error:
-                excluded(error.fields["cause"])
+                excluded(identity, error.fields["cause"])
 
         if self._owed is not None and not self._sent >= set(session.u2):
             self._sent |= set(session.u2)  # before it goes out: an answer may be lost, or this process may die

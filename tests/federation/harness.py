@@ -112,6 +112,11 @@ class Federation:
         """(stage, code) of what was refused."""
         return {(fields["stage"], fields["code"]) for name, fields in self.events if name == "refused"}
 
+    def excluded(self, index: int) -> set[str]:
+        """Why answers were left out of a round."""
+        events = (fields for name, fields in self.events if name == "excluded")
+        return {fields["cause"] for fields in events if fields["round"] == index}
+
     def start(self, **kwargs: Any) -> np.ndarray:
         self.folder = RunFolder.create(self.tmp / "run", config_hash(self.config), self.config.overrides)
         return self._run(**kwargs)
