@@ -16,7 +16,7 @@ from typing import Any, cast
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from clients.vectors import to_record
-from lensemble_flwr.errors import STOPS, ResidencyViolation
+from lensemble_flwr.errors import STOPS, ContractViolation, LensembleError, ResidencyViolation
 from lensemble_flwr.federation.wire import BODY, REFUSAL, Expected, Outgoing, Refusal, check_egress, refusal_for
 from lensemble_flwr.json_log import log_context
 
@@ -60,7 +60,8 @@ def _egress(message: Message, context: Context, call_next: Callable[[Message, Co
     except BaseException as error:  # a panic of compiled code is no Exception, and its text would leave
         code = refusal_for(error)
         event = {"event": f"refused_{code.name.lower()}"}
-        site_log(context).exception("refused %s: %s", message.metadata.message_type, error, extra=event)
+        known = isinstance(error, LensembleError) and not isinstance(error, ContractViolation | ResidencyViolation)
+        site_log(context).error("refused %s: %s", message.metadata.message_type, error, extra=event, exc_info=not known)
         return refusal_message(message, code)
 
 

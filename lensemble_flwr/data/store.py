@@ -181,7 +181,10 @@ def open_dataset(spec: LanderSpec, cache_dir: str | os.PathLike[str]) -> LanderD
     directory = dataset_dir(spec, cache_dir)
     entries = _read_manifest(directory, spec)
     if not entries:
-        raise ArtifactError(f"{directory} holds no data set of this spec.", "Generate it first (ensure_dataset).")
+        raise ArtifactError(
+            f"{directory} holds no data set of this spec.",
+            "Make it: lensemble site prepare, or ensure_dataset().",
+        )
     return LanderData(spec, directory, entries)
 
 

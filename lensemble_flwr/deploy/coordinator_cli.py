@@ -20,11 +20,11 @@ from lensemble_flwr.deploy.coordinator_folder import (
     register,
     renew,
 )
-from lensemble_flwr.deploy.keys import check_owner
 from lensemble_flwr.deploy.site_cli import parse
 from lensemble_flwr.deploy.tls import days_left, visit
 from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import EXIT_OK
+from lensemble_flwr.owners import check_owner
 
 
 def coordinator_command(argv: Sequence[str]) -> int:

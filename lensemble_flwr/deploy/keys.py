@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import stat
 from pathlib import Path
 
@@ -72,24 +71,3 @@ def open_to_others(path: Path) -> str | None:
         return f"{path} belongs to another user (uid {status.st_uid})"
     loose = stat.S_IMODE(status.st_mode) & 0o077
     return f"{path} can be used by others (mode {stat.S_IMODE(status.st_mode):o})" if loose else None
-
-
-def check_owner(folder: Path) -> None:
-    """Files of a folder are written by its owner, else the program that runs as that user cannot read them any more.
-
-    Raises:
-        ConfigError: the folder is another user's (root's, too).
-    """
-    if folder.is_dir() and (owner := folder.stat().st_uid) != os.geteuid():
-        raise ConfigError(
-            f"{folder} belongs to the user {user_name(owner)}, and this is {user_name(os.geteuid())}.",
-            f"Run this as its owner: sudo -u '{user_name(owner)}' lensemble ...",
-        )
-
-
-def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is none; ``sudo -u`` takes that as ``#1000``."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"#{uid}"

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lensemble_flwr.deploy.keys import user_name
+from lensemble_flwr.owners import user_name
 
 _QUIET = """export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 """

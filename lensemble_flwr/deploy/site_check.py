@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import cast
 from lensemble_flwr.config import Config
 from lensemble_flwr.data.formats.spec import open_reader
 from lensemble_flwr.deploy.bundle import bundle_hash
-from lensemble_flwr.deploy.keys import check_owner, open_to_others, read_node_key
+from lensemble_flwr.deploy.keys import open_to_others, read_node_key
 from lensemble_flwr.deploy.scripts import JUDGE
 from lensemble_flwr.deploy.site_folder import programs, start_script
 from lensemble_flwr.deploy.tls import days_left, fingerprint, read_authority, visit
@@ -29,6 +30,7 @@ from lensemble_flwr.federation.site_dataset import DATASET, check_dataset, load_
 from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
+from lensemble_flwr.owners import check_owner
 
 OK, WARNING, BAD = "ok", "warning", "REFUSED"
 CLOCK_BAD_S, CLOCK_WARN_S = 300.0, 5.0
@@ -47,12 +49,13 @@ class Findings:
         self.lines.append((level, what, text))
 
     @contextmanager
-    def about(self, what: str) -> Iterator[None]:
-        """A known error of the block, or a file that cannot be read, is a bad line."""
+    def about(self, what: str, remedy: str = "") -> Iterator[None]:
+        """A known error of the block, or a file that cannot be read, is a bad line; ``remedy`` is better than its
+        own."""
         try:
             yield
         except LensembleError as error:
-            self.add(BAD, what, f"{error.message} {error.remediation}".strip())
+            self.add(BAD, what, f"{error.message} {remedy or error.remediation}".strip())
         except (OSError, UnicodeDecodeError) as error:
             self.add(BAD, what, f"cannot be read: {error}")
 
@@ -99,11 +102,11 @@ def check_site(folder: Path, config: Config | None = None, *, online: bool = Tru
                 "or max_epsilon_local",
             )
     with found.about("roster"):
-        roster = site.roster
+        roster, pin = site.roster, f"lensemble site roster {shlex.quote(str(folder))} --add NAME=IDENTITY ..."
         if roster is not None and roster.strangers([site.identity]):
-            found.add(BAD, "roster", f"this site is missing in its own roster: lensemble site roster {folder}")
+            found.add(BAD, "roster", f"this site is missing in its own roster: {pin}")
         elif roster is None and policy is not None and policy.require_roster:
-            found.add(BAD, "roster", "the policy requires a roster, and none is pinned: lensemble site roster")
+            found.add(BAD, "roster", f"the policy requires a roster, and none is pinned: {pin}")
     with found.about("ledger"):
         _ledger(found, site, policy)
     with found.about("disk"):
@@ -300,7 +303,8 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
     check_dataset(config, dataset)
     task = build_task(config, data_dir, policy.allowed_tasks, dataset)
     n = config.federation.participants
-    with found.about("data"):
+    prepare = f"lensemble site prepare {shlex.quote(str(site.folder))} [--public DIR] KEY=VALUE ..."
+    with found.about("data", f"With the run's own settings: {prepare}" if settings is not None else ""):
         hashes = task.episode_hashes(settings.participant if settings is not None else 0)
         public = f"base hash {task.base_hash.hex()[:16]}, probe hash {task.probe_hash.hex()[:16]}"
         found.add(OK, "data", f"{len(hashes)} recordings for this run can be read, and its public files ({public})")
@@ -321,10 +325,16 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
         found.add(BAD, "run", f"the policy's delta {policy.delta:g} is not below 1/{n}")
     with site.ledger() as ledger:
         fresh = os.urandom(32)  # a federation that no ledger knows
-        left = ledger.remaining(opened_charge(opened), (*policy.budgets, *run_budget(opened)), fresh)
+        charge, budgets = opened_charge(opened), (*policy.budgets, *run_budget(opened))
+        left = ledger.remaining(charge, budgets, fresh)
+        full = ledger.would_exceed(charge, budgets, fresh, left + 1)
     planned = config.diloco.rounds
     level = BAD if left == 0 else WARNING if left < planned else OK
-    found.add(level, "run", f"the budgets allow {min(left, planned)} of its {planned} rounds")
+    text = f"the budgets allow {min(left, planned)} of its {planned} rounds"
+    if level != OK and full is not None:
+        whose = "the run's own target" if full.scope == "federation" else f"the rule max_epsilon_{full.view}"
+        text += f": more would pass {whose} ({full.epsilon:g} at delta {full.delta:g})"
+    found.add(level, "run", text)
     if all(level != BAD for level, _, _ in found.lines[before:]):
         found.add(OK, "run", "nothing here refuses it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from lensemble_flwr.data.formats import RecordingSpec, open_recordings
 from lensemble_flwr.deploy.bundle import bundle_hash
-from lensemble_flwr.deploy.keys import check_owner, read_node_key
+from lensemble_flwr.deploy.keys import read_node_key
 from lensemble_flwr.deploy.site_check import check_site
 from lensemble_flwr.deploy.site_folder import (
     connect_site,
     create_site,
     real_settings,
     rotate_node_key,
-    write_scripts,
+    write_settings,
     write_shim,
 )
 from lensemble_flwr.deploy.site_roster import show_or_change
@@ -28,6 +29,7 @@ from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.site_dataset import DATASET, check_dataset, load_dataset, save_dataset
 from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
+from lensemble_flwr.owners import check_owner
 
 if TYPE_CHECKING:
     from lensemble_flwr.data.formats.recordings import Recordings
@@ -153,8 +155,10 @@ def _roster(options: argparse.Namespace) -> int:
 def _refresh(options: argparse.Namespace) -> int:
     site = Site(options.folder.expanduser().absolute())
     settings = real_settings(site)
+    if options.runtime_port is not None:
+        settings = dataclasses.replace(settings, runtime_port=options.runtime_port)
     write_shim(site.folder)
-    write_scripts(site.folder, settings)
+    write_settings(site.folder, settings)
     print(f"bin/flwr-clientapp and supernode.sh are this release's. Its own app has the SHA-256\n{bundle_hash()}")
     print(f"It runs here once allowed_fabs in {site.folder / 'policy.yaml'} lists it.")
     return EXIT_OK
@@ -188,6 +192,12 @@ def _check(options: argparse.Namespace) -> int:
     print(found.text())
     print("The site is sound." if found.sound else "Not as it stands: see the lines that say REFUSED.")
     return EXIT_OK if found.sound else EXIT_FAILURE
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port (1 to 65535)")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     init.add_argument(
         "--runtime-port",
-        type=int,
+        type=_port,
         default=9094,
         metavar="PORT",
         help="on 127.0.0.1, for Flower's own use (default: %(default)s)",
@@ -273,7 +283,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="public files from the coordinator (lensemble coordinator public); else made here",
     )
-    add("refresh", _refresh, "write bin/flwr-clientapp and supernode.sh again after an upgrade")
+    refresh = add("refresh", _refresh, "write bin/flwr-clientapp and supernode.sh again after an upgrade")
+    refresh.add_argument("--runtime-port", type=_port, metavar="PORT", help="another one than until now")
     add("rotate", _rotate, "make a new SuperNode key; nothing else changes")
     check = add(
         "check", _check, "say what the site allows, has spent, and would refuse; exit status 0 sound, 1 not, 2 no site"

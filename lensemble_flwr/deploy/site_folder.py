@@ -8,9 +8,13 @@ project's own folders of this site.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lensemble_flwr.deploy import shim
@@ -43,7 +47,7 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
 
     Raises:
         ConfigError: there is a site already, a bad name or path.
-        ArtifactError: it cannot be written.
+        ArtifactError: it cannot be written, or another process is making a site in it.
     """
     check_name(settings.name)
     folder = folder.absolute()
@@ -59,16 +63,32 @@ def create_site(folder: Path, settings: SiteSettings, policy: Policy) -> Site:
     Site.check_free(folder)
     with file_errors(folder, "write"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        for name in ("bin", "flwr", "home", "data"):
-            (folder / name).mkdir(mode=0o700, exist_ok=True)
-    # The identity comes last, so that whatever breaks off before is done again by another call.
-    write_node_key(folder / NODE_KEY, folder / "supernode.pub")
-    write_shim(folder)
-    _write_settings(folder, settings)
-    site = Site.create(folder, policy, policy_file="policy.yaml", ledger_head=head)
-    write_card(site, settings)
+    with _alone(folder):
+        Site.check_free(folder)  # nobody has made one since
+        with file_errors(folder, "write"):
+            folder.chmod(0o700)
+            for name in ("bin", "flwr", "home", "data"):
+                (folder / name).mkdir(mode=0o700, exist_ok=True)
+        # The identity comes last, so that whatever breaks off before is done again by another call.
+        write_node_key(folder / NODE_KEY, folder / "supernode.pub")
+        write_shim(folder)
+        write_settings(folder, settings)
+        site = Site.create(folder, policy, policy_file="policy.yaml", ledger_head=head)
+        write_card(site, settings)
     return site
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two that make a site in one folder would mix their keys. Raises ArtifactError for the second."""
+    with file_errors(folder, "lock"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with file_errors(folder, "lock"):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_shim(folder: Path) -> None:
@@ -94,7 +114,8 @@ def shim_text() -> str:
     return f"#!{python} -I\n" + Path(shim.__file__).read_text(encoding="utf-8")
 
 
-def _write_settings(folder: Path, settings: SiteSettings) -> None:
+def write_settings(folder: Path, settings: SiteSettings) -> None:
+    """``site.json`` and the scripts that follow from it."""
     save_settings(folder, settings)
     write_scripts(folder, settings)
 
@@ -145,7 +166,7 @@ def connect_site(site: Site, superlink: str, authority: Path, roster: Path | Non
         atomic_write(site.folder / "ca.crt", authority.read_bytes(), mode=0o644)
         if roster is not None:
             save_roster(site.folder / ROSTER_FILE, parse_roster(roster.read_bytes()))
-    _write_settings(site.folder, dataclasses.replace(settings, superlink=superlink))
+    write_settings(site.folder, dataclasses.replace(settings, superlink=superlink))
     write_card(site, settings)  # it is the last file of a new site, and may be missing
     return name
 

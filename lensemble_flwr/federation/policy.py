@@ -192,9 +192,9 @@ class Policy:
             names = ", ".join(identity.hex()[:16] for identity in strangers[:3])
             yield _forbids("roster", f"{len(strangers)} of its members are not pinned here ({names} ...)")
         if self.require_consistency and not opened.consistency:
-            yield _forbids("require_consistency", "views are not compared")
+            yield _forbids("require_consistency", "views are not compared (the run needs secagg.pinned=true)")
         if self.require_verify_sum and not opened.verify_sum:
-            yield _forbids("require_verify_sum", "sums are not verified")
+            yield _forbids("require_verify_sum", "sums are not verified (the run needs secagg.verify_sum=true)")
         if opened.colluders < self.min_colluders:
             yield _forbids("min_colluders", f"it assumes {opened.colluders}")
         if opened.per_person < self.min_participants_per_person:

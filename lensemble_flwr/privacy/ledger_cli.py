@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ConfigError
+from lensemble_flwr.owners import check_owner
 from lensemble_flwr.privacy.ledger import Charge, PrivacyLedger
 from lensemble_flwr.privacy.ledger_book import STATES
 from lensemble_flwr.privacy.ledger_file import Head
@@ -35,6 +36,8 @@ def ledger_command(args: list[str]) -> int:
             f"There is no ledger in {path}: its log and its head are missing.",
             f"There are {len(sites)} below it; name one: {path / sites[0]}" if sites else "Correct the path.",
         )
+    if options.run in (_init, _repair):
+        check_owner(options.path.parent)
     return options.run(options)
 
 

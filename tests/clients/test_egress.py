@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -143,6 +144,30 @@ def test_a_warning_goes_to_the_site_log_and_not_to_stderr(
     written = (tmp_path / "site" / "site.log").read_text()
     assert "overflow" in written
     assert "PRIVATE 3.14" in written
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"),
+    [
+        (PolicyViolation("No such luck."), False),
+        (refused("Too late.", Refusal.STALE), False),
+        (ContractViolation("A defect."), True),
+        (KeyError("a defect"), True),
+    ],
+)
+def test_the_site_log_traces_defects_and_not_refusals(error: Exception, traced: bool, tmp_path: Path) -> None:
+    context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    site = Site.create(tmp_path / "site", Policy(unlimited=True))
+
+    def refuses(message: Message, context: Context) -> Any:
+        context.__dict__["lensemble_site_log"] = site.log
+        raise error
+
+    egress(message(), context, refuses)
+    (line,) = map(json.loads, (tmp_path / "site" / "site.log").read_text().splitlines())
+    assert str(error) in line["text"]
+    assert line["level"] == "ERROR"
+    assert ("traceback" in line) == traced
 
 
 def test_a_site_log_that_cannot_be_written_says_nothing_elsewhere(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,17 +14,19 @@ import pytest
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
 from lensemble_flwr.cli import main
+from lensemble_flwr.config import load_config
 from lensemble_flwr.deploy import site_check, site_cli, site_folder
 from lensemble_flwr.deploy.coordinator_folder import admit, create_coordinator
-from lensemble_flwr.deploy.keys import check_owner, check_public_key, read_node_key
+from lensemble_flwr.deploy.keys import check_public_key, read_node_key
 from lensemble_flwr.deploy.scripts import TASK_PROGRAMS, systemd_unit
 from lensemble_flwr.deploy.site_check import check_site
 from lensemble_flwr.deploy.site_folder import connect_site, create_site, write_shim
-from lensemble_flwr.errors import ConfigError
+from lensemble_flwr.errors import ArtifactError, ConfigError
 from lensemble_flwr.federation.policy import Policy
 from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.site_dataset import load_dataset
 from lensemble_flwr.federation.site_settings import SiteSettings
+from lensemble_flwr.owners import check_owner
 from lensemble_flwr.privacy.ledger import Charge
 from tests.federation.robots import record
 
@@ -128,6 +131,48 @@ def test_the_ledger_commands_know_where_the_head_is_kept(tmp_path: Path, capsys:
     assert str(head) in capsys.readouterr().out
 
 
+def test_two_commands_do_not_make_a_site_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(folder: Path) -> None:
+        with pytest.raises(ArtifactError, match="Another process is writing it"):
+            create_site(folder, SiteSettings("north"), POLICY)
+        write_shim(folder)
+
+    monkeypatch.setattr(site_folder, "write_shim", second)
+    made = create_site(tmp_path / "north", SiteSettings("north"), POLICY)
+    assert read_node_key(made.folder / "supernode.key") in (made.folder / "card.json").read_text()
+
+
+# ------------------------------------------------------------------------------------------- what the check says
+
+
+def test_the_check_names_what_to_do(tmp_path: Path) -> None:
+    site = create_site(
+        tmp_path / "north",
+        SiteSettings("north"),
+        dataclasses.replace(POLICY, max_epsilon_central=1e-3, require_roster=True, require_consistency=True),
+    )
+    found = check_site(site.folder, load_config(["experiment=quickstart"]), online=False)
+    said = {what: [text for _, about, text in found.lines if about == what] for what in ("roster", "data", "run")}
+    assert said["roster"] == [
+        f"the policy requires a roster, and none is pinned: lensemble site roster {site.folder} --add NAME=IDENTITY ..."
+    ]
+    assert said["data"][-1].endswith(f"lensemble site prepare {site.folder} [--public DIR] KEY=VALUE ...")
+    assert any("secagg.pinned=true" in text for text in said["run"])
+    assert any("more would pass the rule max_epsilon_central (0.001 at delta 1e-05)" in text for text in said["run"])
+
+
+def test_another_port_for_flowers_own_use(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["site", "refresh", str(site.folder), "--runtime-port", "9200"]) == 0
+    assert "--port 9200 " in (site.folder / "supernode.sh").read_text()
+    assert main(["site", "refresh", str(site.folder)]) == 0
+    assert site.settings is not None
+    assert site.settings.runtime_port == 9200
+    for port in ("0", "65536", "-1", "a", "1e3"):
+        with pytest.raises(SystemExit):
+            main(["site", "refresh", str(site.folder), "--runtime-port", port])
+    assert "is no port" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- the wrong user
 
 
@@ -150,6 +195,8 @@ def test_nobody_writes_into_another_users_folder(
         ["site", "refresh", folder],
         ["site", "roster", folder],
         ["site", "init", folder],
+        ["ledger", "repair", folder],
+        ["ledger", "init", folder, "--identity", "00" * 32],
         ["coordinator", "renew", other],
         ["coordinator", "admit", other, f"{folder}/card.json"],
         ["coordinator", "dismiss", other, "north"],
