@@ -87,7 +87,7 @@ def _run(argv: Sequence[str]) -> int:
         check_length(join_overrides(overrides))
     if arguments.resume is None:
         try:
-            _print_preflight(config)
+            _print_preflight(config, simulation=arguments.superlink is None)
         except BaseException:  # nothing was started: leave nothing behind
             if arguments.superlink is None:
                 with contextlib.suppress(OSError):  # a folder of earlier runs is not empty, and stays
@@ -275,11 +275,11 @@ def _unexpected(command: str, error: Exception) -> int:
 # -------------------------------------------------------------------------------- seams to later modules
 
 
-def _print_preflight(config: Config) -> None:
+def _print_preflight(config: Config, *, simulation: bool) -> None:
     """The short form before a run. A hopeless run is refused (ConfigError) unless it is accepted."""
     from lensemble_flwr.preflight import run_preflight
 
-    found = run_preflight(config, Preparing())
+    found = run_preflight(config, Preparing(), simulation)
     print(found.text(short=True), flush=True)
     found.refuse_if_hopeless()
     found.refuse_if_spent()

@@ -48,8 +48,8 @@ class Preflight:
     bytes_up: int
     bytes_down: int
     memory_bytes: int
-    seconds: float
-    seconds_source: str
+    seconds: float | None
+    """Of the whole run; None: how long a round takes follows from machines that are not here."""
     rings: tuple[RingCost, ...] = ()
     """The rings that would do, narrowest first."""
     left: int | None = None
@@ -86,6 +86,12 @@ class Preflight:
                 "budget in each site's policy.yaml or policy.json.",
                 round=0,
             )
+
+    def _expected_time(self) -> str:
+        if self.seconds is None:
+            return "how long a round takes the sites' machines, lensemble status tells after the first"
+        source = "local step timed here, Flower's cost as measured on two cores"
+        return f"the whole run about {_duration(self.seconds)} ({source})"
 
     def _evidence(self) -> str:
         if self.rehearsal is not None:
@@ -177,8 +183,7 @@ class Preflight:
             )
         lines.append(
             f"per participant and round: {_bytes(self.bytes_up)} up, {_bytes(self.bytes_down)} down; a participant "
-            f"needs about {_bytes(self.memory_bytes)} of memory; the whole run about {_duration(self.seconds)} "
-            f"({self.seconds_source})"
+            f"needs about {_bytes(self.memory_bytes)} of memory; {self._expected_time()}"
         )
         if config.secagg.verify_sum:
             lines.append(f"that a model is what the sum gives is checked by {sum_checked_by(config)}")
@@ -275,8 +280,6 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
             update_seconds = rehearsal.update_seconds
     mean_square = float(np.mean(np.square(update, dtype=np.float64)))
     up, down = _traffic(plan, config.secagg.compares_views, config.secagg.verify_sum)
-    seconds = _run_seconds(config, plan, update_seconds)
-    source = "local step timed here, Flower's cost as measured on two cores"
     return Preflight(
         config=config,
         plan=plan,
@@ -289,8 +292,7 @@ def run_preflight(config: Config, progress: Progress | None = None, simulation: 
         bytes_down=down,
         # theta, trained copy, AdamW moments and gradients (float32), k (int64), the masked vector, Flower's copies
         memory_bytes=_PROCESS_BYTES + plan.dimension * (5 * 4 + 8) + 6 * plan.ring.wire_bytes,
-        seconds=seconds,
-        seconds_source=source,
+        seconds=_run_seconds(config, plan, update_seconds) if simulation else None,
         rings=tuple(ring_costs(config, plan.n, plan.dimension, mean_square)),
         left=_rounds_left(config, plan) if simulation else None,
         bodies=_public_bodies(config, task),

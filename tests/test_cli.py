@@ -50,7 +50,7 @@ def federation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, 
             return result
 
         monkeypatch.setattr(launch, "run_federation", run_federation)
-        monkeypatch.setattr(cli, "_print_preflight", lambda config: print("PREFLIGHT"))
+        monkeypatch.setattr(cli, "_print_preflight", lambda config, simulation: print("PREFLIGHT"))
         monkeypatch.setattr(cli, "_print_report", lambda folder: print(f"REPORT {folder}"))
         return calls
 
@@ -228,7 +228,7 @@ def test_nothing_is_started_or_made_for_bad_input(
 def test_preflight_that_refuses_leaves_no_folder(
     federation: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(config: object) -> None:
+    def refuse(config: object, simulation: bool) -> None:
         raise ConfigError("The noise will drown the update.")
 
     calls = federation(DONE)

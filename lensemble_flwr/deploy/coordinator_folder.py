@@ -118,6 +118,8 @@ def open_coordinator(folder: Path) -> Coordinator:
     try:
         about = json.loads((folder / "coordinator.json").read_text(encoding="utf-8"))
         return Coordinator(folder, str(about["name"]), tuple(map(str, about["hosts"])), int(about["port"]))
+    except PermissionError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}.", "Run this as its owner.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no coordinator's folder.", "Make it: lensemble coordinator init.") from error
 

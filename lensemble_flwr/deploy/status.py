@@ -21,7 +21,7 @@ from lensemble_flwr.federation.run_folder import RunFolder, no_run
 from lensemble_flwr.reporting.wording import clean
 
 LOGS = ("coordinator.log", "flower.log")
-NOT_STARTED = "not started"
+NO_RUN, NOT_STARTED = "no run", "not started"
 RUNNING, INTERRUPTED = "running", "interrupted"
 _MOST_S = 1e9  # seconds; no round and no run takes thirty years
 
@@ -211,13 +211,21 @@ def _epsilon(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "infinite"
 
 
-def _newest() -> Path:
+def _folder(named: Path | None, needed: bool) -> Path | None:
+    """The run's folder; None: there is none, and it is not needed."""
+    if named is not None:
+        return named.expanduser().absolute()
+    newest = _newest()
+    if newest is None and needed:
+        raise ConfigError("There is no run below outputs/.", "Name a run's folder.")
+    return None if newest is None else newest.absolute()
+
+
+def _newest() -> Path | None:
     names = ("manifest.json", "federation.json", *LOGS)
     files = (path for name in names for path in Path("outputs").glob(f"*/{name}"))
     runs = sorted(files, key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise ConfigError("There is no run below outputs/.", "Name a run's folder.")
-    return runs[-1].parent
+    return runs[-1].parent if runs else None
 
 
 def status_command(argv: Sequence[str]) -> int:
@@ -231,21 +239,21 @@ def status_command(argv: Sequence[str]) -> int:
     parser.add_argument("--coordinator", type=Path, metavar="DIR", help="list the sites of this coordinator, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for monitoring")
     options = parser.parse_args(list(argv))
-    folder = (options.folder or _newest()).expanduser().absolute()
-    status = read_status(folder, time.time())
+    folder = _folder(options.folder, needed=options.coordinator is None)
+    status = Status(NO_RUN, 0, [], None, 0.0) if folder is None else read_status(folder, time.time())
     sites, silent = None, ""
     if options.coordinator:
         try:
             sites = nodes(open_coordinator(options.coordinator.expanduser()))
         except LaunchError as error:
             silent = error.message
-    healthy = status.healthy and not silent
+    healthy = (status.healthy or folder is None) and not silent
     if options.json:
         last = status.rounds[-1] if status.rounds else {}
         print(
             json.dumps(
                 {
-                    "run": str(folder),
+                    "run": None if folder is None else str(folder),
                     "state": status.state,
                     "healthy": healthy,
                     "rounds": len(status.rounds),
@@ -261,10 +269,15 @@ def status_command(argv: Sequence[str]) -> int:
             )
         )
     else:
-        print(clean(f"run: {folder}"))
-        print(status.text(datetime.now()))
+        if folder is None:
+            print(f"run: {NO_RUN} below outputs/ yet")
+        else:
+            print(clean(f"run: {folder}"))
+            print(status.text(datetime.now()))
         for name, state in sites or ():
             print(clean(f"site {name}: {state}"))
+        if sites == []:
+            print("sites: none registered")
         if silent:
             print(clean(f"sites: not known. {silent}"))
     return EXIT_OK if healthy else EXIT_FAILURE

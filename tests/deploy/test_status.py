@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,8 +13,10 @@ import pytest
 
 from lensemble_flwr.cli import main
 from lensemble_flwr.config import config_hash, load_config
-from lensemble_flwr.deploy.coordinator_folder import create_coordinator
+from lensemble_flwr.deploy import status as status_module
+from lensemble_flwr.deploy.coordinator_folder import create_coordinator, open_coordinator
 from lensemble_flwr.deploy.status import _held, read_status
+from lensemble_flwr.errors import ConfigError
 from lensemble_flwr.federation.claim_inputs import claim_rows
 from lensemble_flwr.federation.manifest import new_manifest
 from lensemble_flwr.federation.plan import make_plan
@@ -270,3 +273,34 @@ def test_a_superlink_that_is_down_hides_nothing_else(
     assert main(["status", str(run), "--coordinator", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["healthy"], found["sites"]) == (False, None)
+
+
+def test_the_sites_of_a_coordinator_that_has_no_run_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_coordinator(tmp_path / "coordinator", "lab", ["127.0.0.1"], 1)
+    words = ["status", "--coordinator", str(tmp_path / "coordinator")]
+    found = [("north (node 12)", "online")]
+    monkeypatch.setattr(status_module, "nodes", lambda coordinator: found)
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines() == ["run: no run below outputs/ yet", "site north (node 12): online"]
+    found.clear()
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["run"], said["state"], said["healthy"], said["sites"]) == (None, "no run", True, {})
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "sites: none registered"
+    assert main(["status"]) == 2
+    assert "There is no run below outputs/." in capsys.readouterr().err
+
+
+def test_a_coordinators_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_coordinator(tmp_path / "coordinator", "lab", ["127.0.0.1"], 1)
+
+    def denied(self: Path, *args: object, **kwargs: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        open_coordinator(tmp_path / "coordinator")

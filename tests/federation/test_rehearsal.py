@@ -11,6 +11,7 @@ from lensemble_flwr.config import load_config
 from lensemble_flwr.federation import rehearsal
 from lensemble_flwr.federation.plan import make_plan
 from lensemble_flwr.federation.tasks import build_task
+from lensemble_flwr.preflight import run_preflight
 
 
 @pytest.mark.parametrize(("second", "draws"), [(0.0, 5), (10.0, 1)])
@@ -25,3 +26,10 @@ def test_quick_rehearsals_are_noised_several_times(monkeypatch: pytest.MonkeyPat
     assert len(set(found.draws)) == draws, "every draw has noise of its own"
     assert found.noisy == np.median(found.draws)
     assert found.noiseless not in found.draws
+
+
+def test_nobody_guesses_how_long_other_machines_take() -> None:
+    here, there = (run_preflight(load_config("experiment=linear"), simulation=where) for where in (True, False))
+    assert "the whole run about" in here.text(short=True)
+    assert "the whole run about" not in there.text(short=True)
+    assert "lensemble status tells after the first" in there.text(short=True)
