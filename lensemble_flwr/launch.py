@@ -582,7 +582,7 @@ class _Commands:
                 return str(run["status"]), "" if details == "N/A" else details
             except (ValueError, KeyError, IndexError, TypeError):
                 time.sleep(0.5)
-        return "", _plain(text)
+        return "", words_of(text)
 
     def stop(self, run_id: int) -> None:
         self._ask("stop", str(run_id), self._connection, "--format", "json", timeout=30)
@@ -783,7 +783,7 @@ class _Run:
         return RunResult("interrupted", "Stopped by a signal.", EXIT_INTERRUPTED, self._run_id)
 
     def _refused(self, code: int) -> LaunchError:
-        text = _plain("\n".join(self._recent))
+        text = words_of("\n".join(self._recent))
         if self._local is not None and (error := self._local.died()):
             return error
         remedy = ""
@@ -823,7 +823,11 @@ def _event(name: str, **fields: object) -> str:
     return "LENSEMBLE|" + json.dumps({"event": name, **fields})
 
 
-def _plain(text: str) -> str:
-    """The words of a command's error, without frames and line ends."""
-    lines = (_BOX.sub("", line) for line in text.splitlines())
+def words_of(text: str) -> str:
+    """The words of one of Flower's commands that failed, on one line: without frames, and the message alone where the
+    answer is JSON (``{"success": false, "error-message": ...}``; the exit status is 0 all the same)."""
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+        text = answer.get("error-message", text)
+    lines = (_BOX.sub("", line).strip() for line in str(text).splitlines())
     return " ".join(line for line in lines if line and line != "Error")[-600:]

@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"lensemble_flwr.errors"},
     {"lensemble_flwr.options"},
-    {"lensemble_flwr.config", "lensemble_flwr.durable", "lensemble_flwr.json_log", "lensemble_flwr.processes"},
+    {
+        "lensemble_flwr.config",
+        "lensemble_flwr.durable",
+        "lensemble_flwr.json_log",
+        "lensemble_flwr.owners",
+        "lensemble_flwr.processes",
+    },
     {"lensemble_flwr.home"},
     {"lensemble_flwr.compiled"},
     {

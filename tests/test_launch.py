@@ -480,6 +480,21 @@ def fab(folder: Path) -> bytes:
     return build_fab_from_files(files)[0]
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ('{\n  "success": false,\n  "error-message": "Listing...\\n\\n  It is down. "\n}\n', "Listing... It is down."),
+        ('note {"success": false, "error-message": "It is registered\\nalready."}', "It is registered already."),
+        ("╭─ Error ──╮\n│ No such  │\n│ command. │\n╰──────────╯\n", "No such command."),
+        ('Cannot read {"a": 1}', 'Cannot read {"a": 1}'),
+        ("{", "{"),
+        ("", ""),
+    ],
+)
+def test_words_of_a_command_that_failed(said: str, words: str) -> None:
+    assert launch.words_of(said) == words
+
+
 def test_bundle_is_small_and_the_same_from_checkout_copy_and_wheel(tmp_path: Path) -> None:
     """`lensemble run`, plain `flwr run .` and an installed wheel send the same bytes, so sites allow one hash."""
     assert launch.app_dir() == ROOT

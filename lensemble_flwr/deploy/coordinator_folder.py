@@ -27,6 +27,7 @@ from lensemble_flwr.deploy.tls import alternative_name, fingerprint, issue_serve
 from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import ConfigError, LaunchError
 from lensemble_flwr.federation.roster import ROSTER_FILE, Roster, load_roster, parse_key, save_roster
+from lensemble_flwr.launch import words_of
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def flwr(coordinator: Coordinator, *arguments: str, timeout_s: float = 60.0) -> 
         raise LaunchError(f"Flower's command {arguments[0]} failed: {error}.") from error
     text = done.stdout + done.stderr
     if done.returncode:
-        raise LaunchError(f"flwr {' '.join(arguments[:2])} failed: {' '.join(text.split())[-300:]}")
+        raise LaunchError(f"flwr {' '.join(arguments[:2])} failed: {words_of(text)[-300:]}")
     return text
 
 
@@ -241,4 +242,4 @@ def _answer(text: str, name: str) -> Any:
     try:
         return json.JSONDecoder().raw_decode(text, text.index("{"))[0][name]
     except (ValueError, KeyError, TypeError) as error:
-        raise LaunchError(f"Flower answered in an unknown way: {text[:200]}") from error
+        raise LaunchError(f"Flower answered in an unknown way: {words_of(text)[-300:]}") from error
