@@ -269,3 +269,20 @@ def test_escaping_is_the_default() -> None:
     assert el("p", "<b>", Markup("<i></i>"), None, ["&"], class_='"x"') == (
         '<p class="&quot;x&quot;">&lt;b&gt;<i></i>&amp;</p>'
     )
+
+
+@pytest.mark.parametrize(
+    ("runtime", "command"),
+    [
+        ("simulation on one machine", "lensemble run --resume"),
+        ("deployment", "lensemble run --superlink NAME --resume"),
+    ],
+)
+def test_a_run_that_has_not_ended_says_how_to_go_on(own: Own, runtime: str, command: str) -> None:
+    folder = own("empty")
+    edit(folder / "manifest.json", lambda m: m.update(runtime=runtime))
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    assert "The run has not ended" in text
+    assert f"with {command} and this folder." in text
+    edit(folder / "manifest.json", lambda m: m.update(status="completed"))
+    assert "The run has not ended" not in write_report(folder).read_text(encoding="utf-8")
