@@ -7,13 +7,14 @@ spend budget afterwards.
 Large vectors are pulled one reply at a time and handed over before the next is pulled, so what the coordinator holds
 does not grow with the number of participants. How a vector is cut into arrays: :mod:`clients.vectors`.
 
-A node that sends what Flower cannot put together to a message is a dropout. Flower 1.42 raises then, and has deleted
-what it found in the same look: those nodes drop out, too, once, for from then on each reply is asked for alone.
+A node that sends what is no reply is a dropout: :mod:`strategies.reply_bounds`. Should Flower 1.42 raise all the same
+over what it found, it has deleted it: those nodes drop out once, for from then on each reply is asked for alone.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,17 +22,17 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from google.protobuf.message import DecodeError
 
 from clients.egress import ARRAYS, FIELDS
 from clients.vectors import from_record, to_record
 from lensemble_flwr.federation.coordinator import Reply
-from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, VECTOR, Refusal
+from lensemble_flwr.federation.wire import BODY, MAX_BODY_BYTES, REFUSAL, SALT, VECTOR, Refusal
+from strategies.reply_bounds import MALFORMED, ReplyBounds, bounded
 
 HELD_BYTES = 1 << 26
 """Replies are pulled together while their vectors are no more than this."""
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, DecodeError)
-"""What Flower raises over objects that are not what they say; what a lost connection raises is none of these."""
+LATE_S = 60.0
+"""How long after the deadline the rest of a reply is waited for that has begun to come."""
 POLL_S, POLL_S_SIMULATED = 0.5, 0.05
 """Seconds between two looks for replies: over the network, and within one machine's simulation."""
 
@@ -58,7 +59,7 @@ class GridTransport:
         if not requests:
             return
         node_of = self._push(stage, requests, timeout)
-        for reply in self._receive(set(node_of), timeout, max(1, HELD_BYTES // max(max_bytes, 1))):
+        for reply in self._receive(set(node_of), timeout, max_bytes):
             asked = node_of.get(reply.metadata.reply_to_message_id)
             if asked is None or reply.has_error():
                 continue  # a crashed or lost node is a dropout, whatever its error says
@@ -73,7 +74,9 @@ class GridTransport:
         vectors: dict[int, ArrayRecord] = {}  # the same theta goes to everyone: serialise it once
         messages = []
         for node, fields in requests.items():
-            content = RecordDict({FIELDS: ConfigRecord({k: v for k, v in fields.items() if k != VECTOR})})
+            # Flower takes a reply for that of the message it names, whoever sent it: an id that nobody else can know.
+            salt = {SALT: os.urandom(16)}
+            content = RecordDict({FIELDS: ConfigRecord({k: v for k, v in fields.items() if k != VECTOR} | salt)})
             if VECTOR in fields:
                 vector = fields[VECTOR]
                 if id(vector) not in vectors:
@@ -83,13 +86,15 @@ class GridTransport:
         sent = {name for name in self._grid.push_messages(messages) if name}  # None: could not be sent
         return {m.metadata.message_id: m.metadata.dst_node_id for m in messages if m.metadata.message_id in sent}
 
-    def _receive(self, left: set[str], timeout: float, at_once: int) -> Iterator[Message]:
-        """Replies to these messages, pulled ``at_once`` at a time.
+    def _receive(self, left: set[str], timeout: float, max_bytes: int) -> Iterator[Message]:
+        """Replies to these messages, pulled together while their vectors are short.
 
         Flower 1.42 looks for replies every three seconds, which is most of what a short exchange takes. What has come
         by the deadline is read to the end, however long that takes.
         """
+        at_once = max(1, HELD_BYTES // max(max_bytes, 1))
         deadline = time.monotonic() + timeout
+        bounds = ReplyBounds(max_bytes, deadline + LATE_S)
         while left:
             last, found = time.monotonic() >= deadline, False
             names = sorted(left)
@@ -97,7 +102,8 @@ class GridTransport:
                 size = 1 if self._alone else at_once
                 look, names = names[:size], names[size:]
                 try:
-                    replies = list(self._grid.pull_messages(look))
+                    with bounded(bounds):
+                        replies = list(self._grid.pull_messages(look))
                 except MALFORMED:
                     self._alone, found = True, True
                     if len(look) == 1:

@@ -78,6 +78,9 @@ ENVELOPES, CLOSES, THETA_HASH, OPENING = "envelopes", "closes", "theta_hash", "o
 ATTEMPT = "attempt"
 KEYS = "keys"
 """The keys of all, in OPEN_SHARE."""
+SALT = "salt"
+"""16 random bytes in every question. Flower's message ids are hashes of the content, and who knows the id of a message
+can answer it in its receiver's place: nobody else must be able to compute it."""
 NEXT = "next"
 """In UNMASK, 1: the reply ends in a KEYS message for the next round."""
 REFUSAL = "refusal"

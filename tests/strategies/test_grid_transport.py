@@ -18,7 +18,8 @@ from clients.egress import ARRAYS, FIELDS
 from clients.vectors import PART_BYTES, to_record
 from lensemble_flwr.federation.wire import BODY, REFUSAL, VECTOR, Refusal, Stage
 from strategies import SecureDiLoCo
-from strategies.grid_transport import HELD_BYTES, MALFORMED, GridTransport, parse_reply, read_vector
+from strategies.grid_transport import HELD_BYTES, GridTransport, parse_reply, read_vector
+from strategies.reply_bounds import MALFORMED
 
 pytestmark = pytest.mark.usefixtures("flower_task")
 
