@@ -131,7 +131,7 @@ def _run(argv: Sequence[str]) -> int:
     if result.exit_status == EXIT_INTERRUPTED:
         print(f"Stopped. To continue: {resume_command(folder, arguments.superlink)}", file=sys.stderr)
     elif result.exit_status != EXIT_OK:
-        print(f"The federation failed: {result.details}", file=sys.stderr)
+        print(_shown(f"The federation failed: {result.details}"), file=sys.stderr)
         print(f"Flower's log: {folder / LOG_NAME}", file=sys.stderr)
     return result.exit_status
 
@@ -233,9 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LensembleError as error:
         if os.environ.get("LENSEMBLE_DEBUG") == "1":
             traceback.print_exc()
-        print(f"[{error.code}] {error.message}", file=sys.stderr)
+        print(_shown(f"[{error.code}] {error.message}"), file=sys.stderr)
         if error.remediation:
-            print(error.remediation, file=sys.stderr)
+            print(_shown(error.remediation), file=sys.stderr)
         return exit_status(error)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
@@ -509,7 +509,7 @@ class Display:
 
     def tick(self) -> None:
         if self._live:
-            self._out.write(f"\r\x1b[K{self._now} ... {self._clock() - self._since:.0f} s")
+            self._out.write(f"\r\x1b[K{_shown(self._now)} ... {self._clock() - self._since:.0f} s")
             self._out.flush()
             self._drawn = True
 
@@ -521,7 +521,7 @@ class Display:
 
     def _print(self, text: str) -> None:
         self.close()
-        print(text, file=self._out, flush=True)
+        print(_shown(text), file=self._out, flush=True)
 
     def _doing(self, what: str, count: str = "") -> None:
         """Name the stage; a new stage gets a line where there is no bottom line to change."""
@@ -605,8 +605,8 @@ class Display:
             str(event.get("round")),
             str(event.get("outcome")),
             f"{event.get('participants')}/{event.get('roster')}",
-            _number(event.get("epsilon_central")),
-            _number(event.get("epsilon_local")),
+            _epsilon(event.get("epsilon_central")),
+            _epsilon(event.get("epsilon_local")),
             _size(event.get("bytes_up"), event.get("bytes_down")),
             "-" if event.get("seconds") is None else f"{event['seconds']:.1f} s",
         )
@@ -626,6 +626,13 @@ class Display:
         self._print("  ".join(c.rjust(w) for c, w in zip(padded, self._widths, strict=True)))
 
 
+def _shown(text: str) -> str:
+    """Lines that show what they hold: a SuperLink's or an app's words may hold what acts on a terminal."""
+    from lensemble_flwr.reporting.wording import clean
+
+    return "\n".join(map(clean, text.splitlines()))
+
+
 def _who(event: dict[str, Any]) -> str:
     node = f"node {event.get('node')}"
     return f"site {event['site']} ({node})" if "site" in event else node
@@ -633,6 +640,12 @@ def _who(event: dict[str, Any]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else "-"
+
+
+def _epsilon(value: Any) -> str:
+    from lensemble_flwr.privacy.printed import printed
+
+    return "-" if value is None else printed(value)
 
 
 def _size(*parts: Any) -> str:

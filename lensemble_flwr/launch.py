@@ -580,7 +580,7 @@ class _Commands:
                 run = json.JSONDecoder().raw_decode(text, text.index("{"))[0]["runs"][0]
                 details = str(run.get("status-details") or "")
                 return str(run["status"]), "" if details == "N/A" else details
-            except (ValueError, KeyError, IndexError, TypeError):
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
                 time.sleep(0.5)
         return "", words_of(text)
 
@@ -811,7 +811,7 @@ def read_event(line: str) -> dict[str, Any] | None:
     found = _EVENT.match(line)
     if found is None:
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         event = json.JSONDecoder().raw_decode(line, found.end())[0]
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             return event

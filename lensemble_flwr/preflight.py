@@ -26,6 +26,7 @@ from lensemble_flwr.privacy.claims import Claim, claim_grade, claims_table
 from lensemble_flwr.privacy.mechanism import own_noise_std
 from lensemble_flwr.privacy.preflight import REFUSE, WARN, fewest_participants, largest_dimension
 from lensemble_flwr.privacy.preflight import preflight as expected_ratio
+from lensemble_flwr.privacy.printed import printed
 from lensemble_flwr.secagg import Stage, message_size
 
 MOST_REHEARSAL_S = 180.0
@@ -404,7 +405,7 @@ def _traffic(plan: Plan, compares_views: bool, verify: bool) -> tuple[int, int]:
 
 
 def _number(epsilon: float) -> str:
-    return f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite (no guarantee)"
+    return printed(epsilon) if math.isfinite(epsilon) else "infinite (no guarantee)"
 
 
 def _percent(cost: float) -> str:

@@ -426,6 +426,25 @@ def test_many_refusals_of_one_kind_are_cut_short() -> None:
     assert lines[-1] == "More of the same (FULL): see coordinator.log."
 
 
+def test_nothing_that_is_shown_acts_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, hostile = Terminal(), "\x1b]52;c;YQ==\x07\x1b[2J\u202e"
+    display = cli.Display(out, io.StringIO(), verbose=True)
+    show(
+        display,
+        {"event": "excluded", "round": 0, "cause": hostile, "node": hostile, "site": hostile},
+        {"event": "refused", "stage": hostile, "code": hostile, "node": hostile},
+        {"event": "void", "round": hostile, "attempt": 1, "cause": hostile},
+        {"event": "progress", "what": hostile, "done": 1, "total": hostile},
+        {"event": "waiting", "joined": hostile},
+    )
+    display.line(hostile)
+    display.close()
+    assert "]52;c;YQ==" in out.getvalue()  # it is there to be read
+    shown = out.getvalue().replace("\r\x1b[K", "").replace("\n", "")
+    assert shown.isprintable()
+
+
 def test_how_many_sites_heard_of_the_end() -> None:
     out = io.StringIO()
     show(cli.Display(out, io.StringIO(), verbose=False), {"event": "closed", "sites": 0, "of": 4})

@@ -105,6 +105,13 @@ def test_flower_is_only_at_the_rim(name: str) -> None:
         ("import lensemble_flwr.secagg", "torch,flwr"),
         ("import lensemble_flwr.federation.coordinator", "torch,flwr"),
         ("import lensemble_flwr.federation.participant", "torch,flwr,scipy"),
+        (
+            "from lensemble_flwr.config import load_config\n"
+            "from lensemble_flwr.federation.tasks import build_task, own_choice\n"
+            "config = load_config('experiment=linear task=lensemble_flwr.examples.wide:Wide')\n"
+            "build_task(config, allowed=own_choice(config)).initial()",
+            "torch,flwr,scipy",
+        ),
     ],
 )
 def test_stages_that_do_not_train_do_not_load_torch(statement: str, unwanted: str) -> None:

@@ -457,6 +457,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
         ('WARNING :   LENSEMBLE|{"event": "note"} and more', "note"),
         ('(ClientAppActor pid=7) LENSEMBLE|{"event": "end"}', None),
         ("LENSEMBLE|{broken", None),
+        ("LENSEMBLE|" + '{"a":' * 100_000, None),
         ("LENSEMBLE|[1]", None),
         ('LENSEMBLE|{"event": 1}', None),
         ("nothing", None),
@@ -488,6 +489,7 @@ def fab(folder: Path) -> bytes:
         ("╭─ Error ──╮\n│ No such  │\n│ command. │\n╰──────────╯\n", "No such command."),
         ('Cannot read {"a": 1}', 'Cannot read {"a": 1}'),
         ("{", "{"),
+        ('{"a":' * 1000 + "1", ('{"a":' * 1000 + "1")[-600:]),
         ("", ""),
     ],
 )

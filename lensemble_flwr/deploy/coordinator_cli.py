@@ -25,6 +25,7 @@ from lensemble_flwr.deploy.tls import days_left, visit
 from lensemble_flwr.durable import atomic_write, file_errors
 from lensemble_flwr.errors import EXIT_OK
 from lensemble_flwr.owners import check_owner
+from lensemble_flwr.reporting.wording import clean
 
 
 def coordinator_command(argv: Sequence[str]) -> int:
@@ -94,7 +95,7 @@ def _ping(options: argparse.Namespace) -> int:
 def _nodes(options: argparse.Namespace) -> int:
     found = nodes(_folder(options))
     for name, status in found:
-        print(f"{name}  {status}")
+        print(clean(f"{name}  {status}"))
     if not found:
         print("The SuperLink knows no site yet: lensemble coordinator register.")
     return EXIT_OK

@@ -241,5 +241,5 @@ def _answer(text: str, name: str) -> Any:
     """A value of the JSON that a command of Flower's printed, after lines of its own."""
     try:
         return json.JSONDecoder().raw_decode(text, text.index("{"))[0][name]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(f"Flower answered in an unknown way: {words_of(text)[-300:]}") from error

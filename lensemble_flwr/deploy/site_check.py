@@ -3,7 +3,6 @@ what a given run would be refused for. Reads only; nothing here is ever sent."""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -31,6 +30,7 @@ from lensemble_flwr.federation.site_settings import SIMULATOR, SiteSettings
 from lensemble_flwr.federation.task import Task
 from lensemble_flwr.federation.tasks import build_task
 from lensemble_flwr.owners import check_owner
+from lensemble_flwr.privacy.printed import printed
 
 OK, WARNING, BAD = "ok", "warning", "REFUSED"
 CLOCK_BAD_S, CLOCK_WARN_S = 300.0, 5.0
@@ -191,7 +191,7 @@ def _ledger(found: Findings, site: Site, policy: Policy | None) -> None:
             found.add(WARNING, "ledger", text)
         total = ledger.summary()["lifetime"]["rounds"]
         delta = policy.delta if policy is not None else 1e-5
-        spent = ", ".join(f"{view} {_epsilon(ledger.spent(view, delta))}" for view in ("local", "central"))
+        spent = ", ".join(f"{view} {printed(ledger.spent(view, delta))}" for view in ("local", "central"))
         head = ledger.head
         found.add(OK, "ledger", f"whole; {total} rounds, epsilon spent at delta {delta:g}: {spent}")
         found.add(OK, "ledger", f"head {head.seq}:{head.hash}; note it elsewhere, a rollback of both files shows in it")
@@ -361,7 +361,3 @@ class _Numbers:
 
 def _roster(n: int) -> tuple[bytes, ...]:
     return tuple(i.to_bytes(32, "big") for i in range(n))
-
-
-def _epsilon(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "infinite"

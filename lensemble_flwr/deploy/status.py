@@ -18,6 +18,7 @@ from lensemble_flwr.deploy.coordinator_folder import nodes, open_coordinator
 from lensemble_flwr.errors import EXIT_FAILURE, EXIT_OK, ArtifactError, ConfigError, LaunchError
 from lensemble_flwr.federation.manifest import COMPLETED, read_manifest
 from lensemble_flwr.federation.run_folder import RunFolder, no_run
+from lensemble_flwr.privacy.printed import printed
 from lensemble_flwr.reporting.wording import clean
 
 LOGS = ("coordinator.log", "flower.log")
@@ -208,7 +209,7 @@ def _has_open(pid: str, file: os.stat_result) -> bool:
 
 
 def _epsilon(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "infinite"
+    return printed(value if isinstance(value, int | float) else None)
 
 
 def _folder(named: Path | None, needed: bool) -> Path | None:

@@ -20,6 +20,7 @@ from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.errors import (
     ArtifactError,
     CommitmentMismatch,
+    ConfigError,
     FaultToleranceExceeded,
     LensembleError,
     PrivacyBudgetExceeded,
@@ -32,14 +33,15 @@ from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.outer import Step, checked_step, outer_step
 from lensemble_flwr.federation.plan import (
     Plan,
-    epsilon_after,
     make_plan,
     next_keys_binding,
+    opened_charge,
     round_open,
     session_params,
 )
 from lensemble_flwr.federation.records import (
     PROTOCOL_VERSION,
+    Guarantee,
     JoinReply,
     JoinRequest,
     Outcome,
@@ -64,6 +66,8 @@ from lensemble_flwr.federation.wire import (
     Stage,
     keys_bytes,
 )
+from lensemble_flwr.privacy.printed import printed
+from lensemble_flwr.privacy.spending import Charge, Spending
 from lensemble_flwr.secagg import RingParams, ServerSession, from_wire, least_vouchers, signature_holds
 from lensemble_flwr.secagg.keystream import cores
 
@@ -810,10 +814,12 @@ class Coordinator:
         opened = self.folder.opened(index)
         text = ""
         if opened is not None and opened.private:
-            now, then = (epsilon_after(opened, rounds) for rounds in (index, index + 1))
+            charge, view = opened_charge(opened), Guarantee(opened.guarantee).name.lower()
+            spent = self._spent(charge)
+            now, then = (printed(s.epsilon(view, privacy.target_delta)) for s in (spent, spent.plus(charge)))
             text = (
-                f" By the public record {index} rounds cost epsilon {now:.4g} at delta {privacy.target_delta:g}, "
-                f"round {index} would make it {then:.4g}; the run's target is {privacy.target_epsilon:g}."
+                f" By the public record {index} rounds cost epsilon {now} at delta {privacy.target_delta:g}, "
+                f"round {index} would make it {then}; the run's target is {privacy.target_epsilon:g}."
             )
         return PrivacyBudgetExceeded(
             f"Round {index} was refused: a participant's privacy budget does not allow it.{text}",
@@ -871,6 +877,8 @@ class Coordinator:
             stored.digest() if stored else bytes(32),
             stored.survivors if stored else (),
         )
+        charge = opened_charge(opened)
+        spent = self._spent(charge).plus(charge)
         private = opened.private and not opened.replay  # seeded noise protects nothing, whatever the ledgers count
         record = {
             "schema_version": 1,
@@ -885,8 +893,9 @@ class Coordinator:
             "bytes_up": self._traffic.up,
             "stage_seconds": {stage: round(seconds, 3) for stage, seconds in self._traffic.seconds.items()},
             "private": private,
-            "epsilon_central": _finite(epsilon_after(opened, opened.round + 1, "central")) if private else None,
-            "epsilon_local": _finite(epsilon_after(opened, opened.round + 1, "local")) if private else None,
+            "epsilon_central": _finite(spent.epsilon("central", opened.target_delta)) if private else None,
+            "epsilon_local": _finite(spent.epsilon("local", opened.target_delta)) if private else None,
+            "charge": charge.record(),
             "metrics": self._evaluate(theta),
             "close": close.encode().hex(),
             **facts,
@@ -896,8 +905,21 @@ class Coordinator:
             self._owe(close, stored)
         self.folder.append_round(record)
         self.folder.finish_round(opened.round)
-        self.on_event("round", {k: v for k, v in record.items() if k != "close"})
+        self.on_event("round", {k: v for k, v in record.items() if k not in ("charge", "close")})
         return close
+
+    def _spent(self, like: Charge) -> Spending:
+        """What all finished rounds cost by the public record. Rosters, and so prices, may differ from round to round;
+        ``like`` is the price of rounds that an earlier release recorded without."""
+        spent = Spending()
+        try:
+            for record in self.folder.rounds():
+                spent = spent.plus(Charge.from_record(record["charge"]) if "charge" in record else like)
+        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(
+                f"A line of {self.folder.path / 'rounds.jsonl'} has no proper charge.", "Restore it from a backup."
+            ) from error
+        return spent
 
     def _close_all(self, checkpoint: Checkpoint, last: RoundClose | None) -> None:
         """Tell every reachable site how it ended and hand it the final model. Failing here loses nothing.

@@ -18,7 +18,7 @@ import numpy as np
 
 from lensemble_flwr.config import Config, config_hash
 from lensemble_flwr.data import commitment
-from lensemble_flwr.errors import STOPS, ContractViolation, PrivacyBudgetExceeded
+from lensemble_flwr.errors import STOPS, ContractViolation, LensembleError, PrivacyBudgetExceeded
 from lensemble_flwr.federation.codec import HASH_BYTES
 from lensemble_flwr.federation.model_chain import ModelChain
 from lensemble_flwr.federation.plan import make_plan, next_keys_binding, opened_charge, session_params
@@ -315,7 +315,7 @@ class SiteParticipant:
         before = self.memory[_SESSION]
         # Once per session, as masking is: a second dealing would give the session a second self mask. But not before
         # everything is checked: keys that are refused must not use the one dealing up.
-        once = partial(self.site.session_once, opened.federation_id, opened.round, before)
+        once = partial(self._leave, opened, before)
         shares = session.shares(body, before=once)
         self._remember(opened, attempt, session)
         return Outgoing(shares)
@@ -339,7 +339,7 @@ class SiteParticipant:
         named, before, secret = kept[:_NAMED], kept[_NAMED : _NAMED + HASH_BYTES], kept[_NAMED + HASH_BYTES :]
         if named != _name(fid, index):
             raise refused("The keys here were made for another round.", Refusal.PROTOCOL)
-        self.site.session_once(fid, index, kept)
+        self._leave(opened, kept)
         del self.memory[_NEXT]
         binding = next_keys_binding(fid, index, before)
         params = session_params(opened, attempt, binding)
@@ -411,7 +411,7 @@ class SiteParticipant:
                 raise refused(f"Round {opened.round} is forfeited.", Refusal.STALE)
             # Flower can hand the same Context to two messages: two vectors under one session's masks, with different
             # peers in them, would give the masks away one by one.
-            self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
+            self._leave(opened, self.memory[_SESSION])
         return release
 
     def _fresh(self, opened: RoundOpen, theta: np.ndarray) -> Release:
@@ -424,18 +424,38 @@ class SiteParticipant:
             closed = self.site.last_closed(fid)
             if ledger.state(fid, index).state is not None or (closed is not None and closed[0] >= index):
                 raise refused(f"Round {index} ended while it was trained for.", Refusal.STALE)
+            if state is not None and not self._staged(opened, state):
+                delta = None
             # From here on the order is the guarantee: reserve (fsync), draw noise, write q (fsync), encoded (fsync).
-            ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
+            try:
+                ledger.reserve(fid, index, opened_charge(opened), (*self.site.policy.budgets, *run_budget(opened)))
+            except BaseException:
+                self.site.discard_staged_state(fid, index)
+                raise
             release = release_update(delta, opened, self.site.identity, self.runtime.simulation)
             del delta
             digest = self.site.save_release(fid, index, release)
-            if state is not None:  # however a secret coin fell: a state kept only with the update would tell it
-                self.site.stage_local_state(fid, index, state)
             ledger.encoded(fid, index, digest, opened.digest())
             if self.site.policy.log_releases:
                 self.site.log_release(fid, index, release)
             self.site.adopt_local_state(fid, index)
         return release
+
+    def _staged(self, opened: RoundOpen, state: bytes) -> bool:
+        """Write the state that training left; False where that fails and there must be noise in the place of an update.
+
+        However a secret coin fell: a state that is kept only with the update would tell it. And before the round is
+        paid: whether there is a state depends on private data, so whether it can be written may refuse no round.
+        """
+        try:
+            self.site.stage_local_state(opened.federation_id, opened.round, state)
+        except (LensembleError, OSError) as error:
+            if not opened.private:
+                raise
+            text = "round %d: the state cannot be kept, a zero update is sent: %s"
+            self.site.log.error(text, opened.round, error, extra={"event": "update_failed"})
+            return False
+        return True
 
     def _delta(self, opened: RoundOpen, theta: np.ndarray) -> tuple[np.ndarray | None, bytes | None]:
         """Delta = aligned local theta - theta, float32; None (a zero update) when privacy is on and training failed."""
@@ -449,6 +469,10 @@ class SiteParticipant:
                 round_index=opened.round,
                 **place(self.config, opened),
             )
+            if np.shape(result.theta) != theta.shape or not isinstance(result.state, bytes | None):
+                raise ContractViolation(
+                    "The task's local update is not of the model's shape, or its state is no bytes."
+                )
             delta = result.theta - theta
             if delta.dtype != np.float32 or not np.isfinite(delta).all():
                 raise ContractViolation("The local update is not finite.")
@@ -501,7 +525,7 @@ class SiteParticipant:
         opened, attempt, session = self._recall()
         self._note_survivors(opened, attempt, session.check_survivors(body))
         # Once per session: one that signed two views could help two sets of survivors to a majority.
-        self.site.session_once(opened.federation_id, opened.round, self.memory[_SESSION])
+        self._leave(opened, self.memory[_SESSION])
         reply = session.agree(body)
         self._remember(opened, attempt, session)
         return Outgoing(reply)
@@ -669,6 +693,15 @@ class SiteParticipant:
         """The RoundOpen that this participant holds open, or None. Public."""
         body = self.memory.get(_OPEN)
         return RoundOpen.decode(body) if body is not None else None
+
+    def _leave(self, opened: RoundOpen, state: bytes) -> None:
+        """Mark that a session leaves this state, once for ever.
+
+        The marks of a round go when it ends, in another process perhaps, after this one found it open: so look again
+        once the mark is made. That it is over is written before its marks go.
+        """
+        self.site.session_once(opened.federation_id, opened.round, state)
+        self._refuse_if_ended(opened)
 
     def _recall(self) -> tuple[RoundOpen, int, ClientSession]:
         try:

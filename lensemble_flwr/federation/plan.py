@@ -207,28 +207,43 @@ _MOST_RAISED = 1.25  # a coarse grid may cost this much more noise than its targ
 def _discrete(config: Config, guarantee: Guarantee, n: int, dimension: int) -> tuple[float, float, RingParams, Price]:
     """Noise multiplier, own std, ring and price of a discrete Gaussian.
 
+    The multiplier is that of the whole federation, whoever is there: a smaller roster's ring is finer and its gap
+    smaller, so the target holds for it, too, and a round with fewer never has less noise than the claims table says.
+    """
+    sigma = config.privacy.noise_multiplier
+    if sigma is None:
+        sigma = _discrete_multiplier(config, guarantee, max(n, config.federation.participants), dimension)
+    return _discrete_at(config, n, dimension, sigma)
+
+
+def _discrete_at(config: Config, n: int, dimension: int, sigma: float) -> tuple[float, float, RingParams, Price]:
+    privacy, m, k = config.privacy, config.secagg.min_survivors, config.secagg.assumed_colluders
+    std = own_noise_std(privacy.guarantee, sigma, privacy.clip_norm, m, k)
+    ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(privacy.clip_norm, std), dimension)
+    price = release_price(
+        noise_std=std,
+        clip_norm=privacy.clip_norm,
+        scale_log2=ring.scale_log2,
+        ring_bits=ring.bits,
+        dimension=dimension,
+        roster=n,
+        min_survivors=m,
+        colluders=k,
+    )
+    return sigma, std, ring, price
+
+
+@lru_cache(maxsize=64)
+def _discrete_multiplier(config: Config, guarantee: Guarantee, n: int, dimension: int) -> float:
+    """The least noise multiplier whose rounds, by ``n`` participants, meet the target.
+
     More noise makes the grid relatively finer and so the gap smaller, until the ring's step doubles: a few steps up
     from what the target needs without a gap find the multiplier, or show that the grid is too coarse.
+
+    Raises:
+        ConfigError: no noise does.
     """
     privacy, m, k = config.privacy, config.secagg.min_survivors, config.secagg.assumed_colluders
-
-    def at(sigma: float) -> tuple[float, float, RingParams, Price]:
-        std = own_noise_std(privacy.guarantee, sigma, privacy.clip_norm, m, k)
-        ring = RingParams.for_range(config.secagg.ring_bits, n, ring_bound(privacy.clip_norm, std), dimension)
-        price = release_price(
-            noise_std=std,
-            clip_norm=privacy.clip_norm,
-            scale_log2=ring.scale_log2,
-            ring_bits=ring.bits,
-            dimension=dimension,
-            roster=n,
-            min_survivors=m,
-            colluders=k,
-        )
-        return sigma, std, ring, price
-
-    if privacy.noise_multiplier is not None:
-        return at(privacy.noise_multiplier)
     rounds, view = config.diloco.rounds, privacy.guarantee
     budget = Budget(view, privacy.target_epsilon, privacy.target_delta)
 
@@ -237,15 +252,15 @@ def _discrete(config: Config, guarantee: Guarantee, n: int, dimension: int) -> t
 
     mu = max(concentrated.mu_for(privacy.target_epsilon, privacy.target_delta) / math.sqrt(rounds), 1e-90)
     least = low = sigma = 1.0 / mu
-    found = at(least)
+    found = _discrete_at(config, n, dimension, least)
     while not fits(found[3]) and sigma <= _MOST_RAISED * least:
         low, sigma = sigma, sigma * _RAISE
-        found = at(sigma)
+        found = _discrete_at(config, n, dimension, sigma)
     if fits(found[3]):
         while sigma > low * (1.0 + 1e-7):
-            middle = at(0.5 * (low + sigma))
-            low, sigma, found = (low, middle[0], middle) if fits(middle[3]) else (middle[0], sigma, found)
-        return found
+            middle = 0.5 * (low + sigma)
+            low, sigma = (low, middle) if fits(_discrete_at(config, n, dimension, middle)[3]) else (middle, sigma)
+        return sigma
     raise ConfigError(
         f"A ring of {config.secagg.ring_bits} bits is too coarse for {n} participants and {dimension} coordinates: at "
         f"{math.ldexp(found[1], found[2].scale_log2):.3g} ring steps of noise the gap between a sum of discrete "

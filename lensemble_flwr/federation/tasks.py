@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
@@ -70,10 +71,7 @@ def own_choice(config: Config) -> tuple[str, ...]:
 def _own_task(config: Config, data_dir: Path | None) -> Task:
     name = config.task
     cls = _load(name, name if DOTTED_TASK.fullmatch(name) else _entry_point(name))
-    from lensemble_flwr.federation.recipe import Recipe
-    from lensemble_flwr.federation.torch_task import TorchTask
-
-    is_recipe = issubclass(cls, Recipe)
+    is_recipe = _is_recipe(cls)
     lacks = sorted(getattr(cls, "__abstractmethods__", ()))
     if not is_recipe:
         lacks += [method for method in _METHODS if not callable(getattr(cls, method, None))]
@@ -90,11 +88,22 @@ def _own_task(config: Config, data_dir: Path | None) -> Task:
         )
     try:
         own = cls(config, data_dir)
-        return TorchTask(own) if is_recipe else cast(Task, own)
+        if not is_recipe:
+            return cast(Task, own)
+        from lensemble_flwr.federation.torch_task import TorchTask
+
+        return TorchTask(own)
     except LensembleError:
         raise
     except Exception as error:
         raise ConfigError(f"task={name} cannot be built: {type(error).__name__}: {error}.") from error
+
+
+def _is_recipe(cls: type) -> bool:
+    """Whether a class derives from Recipe, whose module it has then loaded, and torch with it: seconds of every stage
+    that builds the task, which one without torch does not pay."""
+    module = sys.modules.get("lensemble_flwr.federation.recipe")
+    return module is not None and issubclass(cls, module.Recipe)
 
 
 def _takes_place(cls: type) -> bool:

@@ -15,6 +15,7 @@ from lensemble_flwr.privacy import concentrated, discrete_bounds
 from lensemble_flwr.privacy.accountant import build_accountant
 from lensemble_flwr.privacy.bounds import MIN_RING_STD, DeltaTerms, central_terms, local_terms
 from lensemble_flwr.privacy.mechanism import own_noise_std
+from lensemble_flwr.privacy.printed import printed
 from lensemble_flwr.privacy.spending import MECHANISMS
 
 OBSERVERS = ("model_reader", "peers", "coordinator", "anyone")
@@ -170,6 +171,8 @@ class _View:
     per_round: float
     delta: float
     missing: str = ""
+    mu: float = math.inf
+    """Of one round: sensitivity over noise, with a discrete Gaussian's gap."""
 
 
 _NOTHING = _View(math.inf, math.inf, 1.0)
@@ -272,7 +275,7 @@ def _view(inputs: ClaimInputs, sigma: float, terms: DeltaTerms) -> _View:
         accountant = build_accountant(inputs.accountant)
         accountant.step(noise_multiplier=sigma, sample_rate=inputs.sample_rate, count=count)
         both.append(accountant.spent(target_delta=inputs.delta))
-    return _View(both[0], both[1], math.nextafter(inputs.delta + extra, 1.0))
+    return _View(both[0], both[1], math.nextafter(inputs.delta + extra, 1.0), mu=1.0 / sigma)
 
 
 def _discrete_views(inputs: ClaimInputs, std: float) -> tuple[_View, _View]:
@@ -361,7 +364,9 @@ def _row(observer: str, inputs: ClaimInputs, local: _View, central: _View) -> Cl
         if person:
             theorem = f"Theorem 6 (local, person): sigma_eff = s / (C sqrt({inputs.per_person})), own noise alone"
     if inputs.mechanism == "discrete_gaussian":
-        theorem = theorem.replace("Theorem 2", "Theorem 4").replace("Theorem 1", "Theorem 3")
+        name = "Theorem 4 (central)" if claimed_central else "Theorem 3 (local)"
+        theorem = f"{name}: mu = {printed(view.mu, 6)} a round (clipping to the grid"
+        theorem += ", gap of the sum)" if claimed_central else ")"
         theorem += "; discrete Gaussian on the ring, converted as concentrated privacy"
     if inputs.sample_rate < 1.0:
         theorem += f"; Theorem 5 (secret coin): rate {inputs.sample_rate:g}"

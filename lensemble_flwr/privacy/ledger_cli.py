@@ -14,6 +14,7 @@ from lensemble_flwr.privacy.ledger import Charge, PrivacyLedger
 from lensemble_flwr.privacy.ledger_book import STATES
 from lensemble_flwr.privacy.ledger_file import Head
 from lensemble_flwr.privacy.ledger_repair import Report, repair, verify
+from lensemble_flwr.privacy.printed import printed
 from lensemble_flwr.privacy.spending import MECHANISMS
 
 
@@ -83,7 +84,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _epsilons(ledger: PrivacyLedger, delta: float, fid: bytes | None) -> str:
     local, central = (ledger.spent(view, delta, fid) for view in ("local", "central"))
-    return f"epsilon {local:.6g} local, {central:.6g} central at delta {delta:g}"
+    return f"epsilon {printed(local, 6)} local, {printed(central, 6)} central at delta {delta:g}"
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lensemble_flwr.errors import FaultToleranceExceeded, RunStopped, SecureAggregationError
+from lensemble_flwr.errors import ArtifactError, FaultToleranceExceeded, RunStopped, SecureAggregationError
 from lensemble_flwr.federation.coordinator import SILENT_CLOSE_S
 from lensemble_flwr.federation.policy import save_policy, simulated_policy
 from lensemble_flwr.federation.records import RoundOpen
@@ -18,6 +19,7 @@ from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.wire import Refusal, Stage
 from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.spending import Charge, Spending
 from tests.federation.harness import Federation, Killed, Node
 
 NODE = 103
@@ -364,3 +366,61 @@ def states(federation: Elastic) -> dict[int, list[str | None]]:
 
 def last_hash(federation: Elastic) -> str:
     return str(federation.rounds()[-1]["theta_hash"])
+
+
+def test_the_record_adds_up_what_each_round_cost(tmp_path: Path) -> None:
+    """Who was in all rounds has the same sum in its ledger, and a round that cost more counts as what it cost."""
+    federation = Elastic(tmp_path, "diloco.rounds=3")
+    federation.at_end_of = {0: lambda: federation.leave(NODE), 1: lambda: federation.come(NODE)}
+    federation.start()
+    assert [roster for _, _, roster in federation.in_sum()] == [4, 3, 4]
+    records, delta = federation.rounds(), federation.config.privacy.target_delta
+    with federation.transport.members[100].site.ledger() as ledger:
+        for view in ("local", "central"):
+            assert records[-1][f"epsilon_{view}"] == ledger.spent(view, delta)
+
+    dearer = Elastic(tmp_path / "dearer", "diloco.rounds=2")
+
+    def raise_price() -> None:
+        assert dearer.folder is not None
+        path = dearer.folder.path / "rounds.jsonl"
+        record = json.loads(path.read_text())
+        record["charge"]["own_multiplier"] /= 3
+        path.write_text(json.dumps(record) + "\n")
+
+    dearer.at_end_of = {0: raise_price}
+    dearer.start()
+    first, last = dearer.rounds()
+    both = Spending().plus(Charge.from_record(first["charge"])).plus(Charge.from_record(last["charge"]))
+    assert last["epsilon_central"] == both.epsilon("central", delta)
+    assert last["epsilon_central"] > 2 * dearer.config.privacy.target_epsilon
+
+
+def test_rounds_that_an_earlier_release_recorded_count_like_the_present_one(tmp_path: Path) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2")
+
+    def forget() -> None:
+        assert federation.folder is not None
+        path = federation.folder.path / "rounds.jsonl"
+        record = json.loads(path.read_text())
+        del record["charge"]
+        path.write_text(json.dumps(record) + "\n")
+
+    federation.at_end_of = {0: forget}
+    federation.start()
+    target = federation.config.privacy.target_epsilon
+    assert target * (1 - 1e-5) < federation.rounds()[-1]["epsilon_central"] <= target
+
+
+@pytest.mark.parametrize("charge", [None, 3, {}, {"own_multiplier": -1}, {"own_multiplier": 1, "participation": 1}])
+def test_a_record_with_a_damaged_charge_ends_the_run(tmp_path: Path, charge: Any) -> None:
+    federation = Elastic(tmp_path, "diloco.rounds=2")
+
+    def damage() -> None:
+        assert federation.folder is not None
+        path = federation.folder.path / "rounds.jsonl"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"charge": charge}) + "\n")
+
+    federation.at_end_of = {0: damage}
+    with pytest.raises(ArtifactError, match="no proper charge"):
+        federation.start()

@@ -662,3 +662,54 @@ def test_who_is_not_pinned_does_not_stop_the_others(tmp_path: Path) -> None:
     federation.start(roster=Roster(known))
     assert [r["outcome"] for r in federation.rounds()] == ["committed"]
     assert federation.rounds()[0]["participants"] == 3
+
+
+def test_a_view_is_signed_once_though_the_round_ends_in_between(tmp_path: Path) -> None:
+    """One process has found the round open; another signs and closes it, and with it go the marks of its sessions."""
+    federation = pinned(tmp_path)
+    signed: list[bytes] = []
+    refusals: list[LensembleError] = []
+
+    def before(stage: str, node: int, fields: Fields) -> Any:
+        if stage != Stage.AGREE or node != NODE or signed:
+            return None
+        assert federation.folder is not None
+        opened, member = federation.folder.opened(0), federation.transport.members[NODE]
+        assert opened is not None
+        inner = federation.transport.participant(NODE)
+        shown = fields["body"]
+        members, body = secagg_wire.unpack_with_members(shown, secagg_wire.Stage.SURVIVORS, shown[2:34], 4)
+        own = opened.roster.index(member.site.identity) + 1
+        left = [j for j in members if j != next(j for j in members if j != own)]
+        roots = secagg_wire.split_evenly(body, members, 32)
+        other = secagg_wire.pack(
+            secagg_wire.Stage.SURVIVORS, shown[2:34], secagg_wire.pack_members(left, 4), *(roots[j] for j in left)
+        )
+
+        def process() -> SiteParticipant:
+            site = Site(member.site.folder)
+            return SiteParticipant(site, inner.config, inner.task, member.partition, dict(member.memory), inner.runtime)
+
+        late = process()
+        mark = late.site.session_once
+
+        def meanwhile(*args: Any) -> None:
+            signed.append(process().agree(shown).body)
+            close = RoundClose(
+                opened.federation_id, 0, Outcome.BURNT, opened.digest(), opened.theta_hash, bytes(32), ()
+            )
+            process().close_round(close.encode(), None)
+            mark(*args)
+
+        late.site.session_once = meanwhile  # type: ignore[method-assign]
+        try:
+            signed.append(late.agree(other).body)
+        except LensembleError as error:
+            refusals.append(error)
+        return False
+
+    federation.transport.before = before
+    federation.start()
+    assert len(signed) == 1
+    assert len(refusals) == 1
+    assert "is over" in str(refusals[0])

@@ -11,11 +11,13 @@ import pytest
 
 from lensemble_flwr.config import load_config
 from lensemble_flwr.errors import ConfigError, ContractViolation
+from lensemble_flwr.federation.claim_inputs import claims_of
 from lensemble_flwr.federation.linear_task import LinearTask
 from lensemble_flwr.federation.plan import epsilon_after, make_plan, opened_charge, round_open
 from lensemble_flwr.federation.records import Mechanism, RoundOpen
 from lensemble_flwr.federation.release import release_update
 from lensemble_flwr.privacy import concentrated, gaussian
+from lensemble_flwr.privacy.spending import Spending
 
 D = 20_000
 
@@ -201,3 +203,26 @@ def test_the_table_of_the_docs() -> None:
             assert f"{math.ldexp(record.noise_std, record.scale_log2):.2f}" == cells[3]
             gap = opened_charge(record).gap
             assert (f"{gap:.3f}" if gap > 1e-3 else f"{gap:.0e}") == cells[4]
+
+
+def test_a_smaller_roster_never_has_less_noise_than_the_claims_say() -> None:
+    """The claims table is made for all participants; rounds may open with fewer."""
+    config = load_config(
+        f"experiment=linear {COARSE} diloco.rounds=3 federation.participants=600 federation.min_participants=450 "
+        "secagg.min_survivors=450"
+    )
+    dimension = 20_000
+    whole = make_plan(config, 600, dimension)
+    for n in (450, 500, 599):
+        part = make_plan(config, n, dimension)
+        assert part.noise_multiplier == whole.noise_multiplier
+        assert part.noise_std == whole.noise_std
+        assert part.discrete is not None
+        assert whole.discrete is not None
+        assert part.discrete.gap <= whole.discrete.gap
+    rows = {row.observer: row for row in claims_of(config, whole, False)}
+    for view, observer in (("local", "anyone"), ("central", "model_reader")):
+        for n in (450, 600):
+            charge = make_plan(config, n, dimension).charge
+            spent = Spending().plus(charge, 3).epsilon(view, config.privacy.target_delta)
+            assert spent <= rows[observer].epsilon * (1 + 1e-9)

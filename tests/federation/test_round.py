@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lensemble_flwr.errors import (
+    ArtifactError,
     ConfigError,
     FaultToleranceExceeded,
     LensembleError,
@@ -25,9 +26,11 @@ from lensemble_flwr.federation.coordinator import Reply
 from lensemble_flwr.federation.outer import mean_of_sum, outer_step
 from lensemble_flwr.federation.policy import save_policy
 from lensemble_flwr.federation.records import RoundOpen
+from lensemble_flwr.federation.site import Site
 from lensemble_flwr.federation.task import theta_hash
 from lensemble_flwr.federation.wire import Stage
 from lensemble_flwr.privacy import gaussian
+from lensemble_flwr.privacy.ledger import PrivacyLedger
 from lensemble_flwr.privacy.mechanism import Release
 from lensemble_flwr.secagg import ClientSession
 from tests.federation.harness import Federation
@@ -514,10 +517,23 @@ class Broken:
         if isinstance(self._how, Exception):
             raise self._how
         result = self._task.local_update(theta, *args, **kwargs)
-        return dataclasses.replace(result, theta=np.full_like(theta, self._how))
+        changes = self._how if isinstance(self._how, dict) else {"theta": np.full_like(theta, self._how)}
+        return dataclasses.replace(result, **changes)
 
 
-@pytest.mark.parametrize("how", [float("nan"), float("inf"), MemoryError("secret 17"), RuntimeError("secret 17")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        float("nan"),
+        float("inf"),
+        MemoryError("secret 17"),
+        RuntimeError("secret 17"),
+        {"theta": np.zeros(1, np.float32)},
+        {"theta": np.zeros((2, 17), np.float32)},
+        {"theta": None},
+        {"state": "no bytes"},
+    ],
+)
 def test_a_private_failure_has_the_transcript_of_a_healthy_round(tmp_path: Path, how: Any) -> None:
     healthy = Federation(tmp_path / "a", "diloco.rounds=1")
     healthy.start()
@@ -536,6 +552,41 @@ def test_a_private_failure_has_the_transcript_of_a_healthy_round(tmp_path: Path,
     assert broken.ledger_rounds() == [1, 1, 1, 1]
     log = (broken.transport.members[101].site.folder / "site.log").read_text()
     assert "zero update" in log
+
+
+def test_a_state_that_cannot_be_written_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is one depends on private data: training may have failed."""
+    federation = Federation(tmp_path, "diloco.rounds=1")
+    federation.transport.members[101].task = Broken(federation.task, {"state": b"of its own"})
+    stage = Site.stage_local_state
+
+    def full(self: Site, *args: Any) -> None:
+        if self.folder == federation.transport.members[101].site.folder:
+            raise ArtifactError("Cannot write: no space left.")
+        stage(self, *args)
+
+    monkeypatch.setattr(Site, "stage_local_state", full)
+    federation.start()
+    assert federation.rounds()[0]["participants"] == 4
+    assert federation.ledger_rounds() == [1, 1, 1, 1]
+    assert "zero update" in (federation.transport.members[101].site.folder / "site.log").read_text()
+
+
+def test_a_refused_charge_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = Federation(tmp_path, "diloco.rounds=1")
+    member = federation.transport.members[101]
+    member.task = Broken(federation.task, {"state": b"of its own"})
+    reserve = PrivacyLedger.reserve
+
+    def spent(self: PrivacyLedger, *args: Any) -> None:
+        if self.summary()["identity"] == member.site.identity.hex():
+            raise PrivacyBudgetExceeded("Spent meanwhile.")
+        reserve(self, *args)
+
+    monkeypatch.setattr(PrivacyLedger, "reserve", spent)
+    federation.start()
+    assert federation.rounds()[0]["participants"] == 3
+    assert not list((member.site.folder / "local").glob("*.staged"))
 
 
 def test_without_privacy_a_failure_is_told_by_a_code_and_the_model_does_not_take_it(tmp_path: Path) -> None:
