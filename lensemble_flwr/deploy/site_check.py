@@ -170,6 +170,7 @@ def in_words(policy: Policy) -> Iterator[str]:
         limits.append(f"guarantee {policy.guarantee}")
     if policy.dataset is not None:
         limits.append(f"data set {policy.dataset}")
+    limits.append("noise: " + " or ".join(policy.mechanisms))
     limits.append("rings of " + ", ".join(map(str, policy.ring_bits)) + " bits")
     yield "; ".join(limits)
 

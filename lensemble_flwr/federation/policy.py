@@ -20,10 +20,11 @@ from typing import Any
 from lensemble_flwr.config import BUILT_IN_TASKS, DOTTED_TASK, NAMED_TASK, Config
 from lensemble_flwr.durable import atomic_write
 from lensemble_flwr.errors import ConfigError, PolicyViolation
-from lensemble_flwr.federation.records import Guarantee, RoundOpen
+from lensemble_flwr.federation.records import Guarantee, Mechanism, RoundOpen
 from lensemble_flwr.federation.roster import Roster
 from lensemble_flwr.federation.yaml_text import format_yaml, parse_yaml
 from lensemble_flwr.privacy.ledger import Budget
+from lensemble_flwr.privacy.spending import MECHANISMS
 
 POLICY_VERSION = 1
 
@@ -60,6 +61,8 @@ RULES = {
     "min_roster": "Fewest participants in a federation.",
     "guarantee": "The guarantee that a run's noise must be sized for: local, central, or null for either.",
     "ring_bits": "Sizes of the ring that are accepted.",
+    "mechanisms": "Kinds of noise that are accepted: gaussian, discrete_gaussian (for coarse rings). A lifetime\n"
+    "budget adds up one kind; with both the proof assumes that no run was configured by what earlier ones showed.",
     "dataset": "The name of the data set (data.name) that a run must ask for; null: any.",
     "allowed_coordinators": "SHA-256 fingerprints of the certificate authorities that ca.crt may hold; null: any.",
     "allowed_fabs": "Hashes (SHA-256 of the content) of the apps that may run here, judged by bin/flwr-clientapp\n"
@@ -110,6 +113,7 @@ class Policy:
     min_roster: int = 3
     guarantee: str | None = None
     ring_bits: tuple[int, ...] = (16, 24, 32)
+    mechanisms: tuple[str, ...] = ("gaussian",)
     dataset: str | None = None
     allowed_coordinators: tuple[str, ...] | None = None
     allowed_fabs: tuple[str, ...] | str | None = None
@@ -134,6 +138,8 @@ class Policy:
             raise _wrong("guarantee", f"{self.guarantee!r} must be local, central or null")
         if not set(self.ring_bits) <= {16, 24, 32}:
             raise _wrong("ring_bits", f"{list(self.ring_bits)} must be a list of 16, 24 and 32")
+        if not set(self.mechanisms) <= set(MECHANISMS):
+            raise _wrong("mechanisms", f"{list(self.mechanisms)} must be a list of {' and '.join(MECHANISMS)}")
         for name in ("allowed_coordinators", "allowed_fabs"):
             rule = getattr(self, name)
             if name == "allowed_fabs" and rule == "any":
@@ -211,6 +217,8 @@ class Policy:
                 yield _forbids("min_own_noise", f"own noise is {own:.6g} C")
             if not opened.noise_multiplier >= self.min_noise_multiplier:
                 yield _forbids("min_noise_multiplier", f"sigma is {opened.noise_multiplier:.6g}")
+            if (mechanism := Mechanism(opened.mechanism).name.lower()) not in self.mechanisms:
+                yield _forbids("mechanisms", f"its noise is a {mechanism}")
             if self.guarantee not in (None, view):
                 yield _forbids("guarantee", f"its noise is sized for the guarantee {view}")
         if self.max_clip_norm is not None and not opened.clip_norm <= self.max_clip_norm:
@@ -280,6 +288,8 @@ class Policy:
                 yield _forbids(rule, text)
         if config.privacy.sample_rate < 1.0 and not self.allow_sampling:
             yield _forbids("allow_sampling", f"its sample rate is {config.privacy.sample_rate:g}")
+        if config.privacy.enabled and config.privacy.mechanism not in self.mechanisms:
+            yield _forbids("mechanisms", f"its noise is a {config.privacy.mechanism}")
         if self.dataset is not None and config.data.name != self.dataset:
             yield _forbids("dataset", f"it asks for the data set {config.data.name!r}")
         if self.allowed_coordinators is not None:
@@ -370,6 +380,7 @@ def simulated_policy(config: Config) -> Policy:
         allow_replay=True,
         allow_two_party=config.secagg.allow_two_party,
         allow_sampling=True,
+        mechanisms=MECHANISMS,
         allowed_tasks=() if config.task in BUILT_IN_TASKS else (config.task,),
         max_inner_steps=None,
         max_rounds=None,
