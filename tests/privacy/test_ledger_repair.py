@@ -432,7 +432,7 @@ def test_infinite_spending_is_printed(tmp_path: Path, capsys: pytest.CaptureFixt
     with PrivacyLedger.open(path) as ledger:
         ledger.reserve(FID, 0, Charge(0.0, 3, 1), UNLIMITED)
     assert ledger_command(["show", str(path)]) == 0
-    assert "epsilon inf local" in capsys.readouterr().out
+    assert "epsilon infinite local" in capsys.readouterr().out
     assert ledger_command(["show", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lifetime"]["mu2_local"] == "inf"
 
