@@ -285,7 +285,8 @@ def test_the_database_of_the_superlink_holds_what_the_sites_and_the_coordinator_
     for name, content in captured.stored.items():
         kind, value = capture.flower_object(content)
         if kind == "ConfigRecord" and name not in from_sites:  # downwards
-            assert set(value) <= {"body", "attempt", "closes", "envelopes"}
+            assert set(value) <= {"body", "attempt", "closes", "envelopes", "salt"}
+            assert len(value["salt"]) == 16
 
 
 @pytest.mark.runtime
