@@ -49,13 +49,12 @@ class Findings:
         self.lines.append((level, what, text))
 
     @contextmanager
-    def about(self, what: str, remedy: str = "") -> Iterator[None]:
-        """A known error of the block, or a file that cannot be read, is a bad line; ``remedy`` is better than its
-        own."""
+    def about(self, what: str, more: str = "") -> Iterator[None]:
+        """A known error of the block, or a file that cannot be read, is a bad line; ``more`` follows its advice."""
         try:
             yield
         except LensembleError as error:
-            self.add(BAD, what, f"{error.message} {remedy or error.remediation}".strip())
+            self.add(BAD, what, " ".join(filter(None, (error.message, error.remediation, more))))
         except (OSError, UnicodeDecodeError) as error:
             self.add(BAD, what, f"cannot be read: {error}")
 
@@ -305,7 +304,7 @@ def _run(found: Findings, site: Site, settings: SiteSettings | None, policy: Pol
     task = build_task(config, data_dir, policy.allowed_tasks, dataset)
     n = config.federation.participants
     prepare = f"lensemble site prepare {shlex.quote(str(site.folder))} [--public DIR] KEY=VALUE ..."
-    with found.about("data", f"With the run's own settings: {prepare}" if settings is not None else ""):
+    with found.about("data", f"What is made for a run is made by: {prepare}" if settings is not None else ""):
         hashes = task.episode_hashes(settings.participant if settings is not None else 0)
         public = f"base hash {task.base_hash.hex()[:16]}, probe hash {task.probe_hash.hex()[:16]}"
         found.add(OK, "data", f"{len(hashes)} recordings for this run can be read, and its public files ({public})")

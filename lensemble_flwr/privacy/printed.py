@@ -1,4 +1,4 @@
-"""Epsilon in text: rounded up, so that what is printed never promises more than what holds."""
+"""Epsilon in text: rounded up, so that what is printed promises no more than what holds (to one part in 10^9)."""
 
 from __future__ import annotations
 
